@@ -1,0 +1,29 @@
+"""Fused Triton MoE blocks for Hugging Face transformers, one line to put in and one to take out.
+
+model.patch()                        # or moe_patch.patch(any_module)
+print(moe_patch.check_parity(model))
+model.unpatch()
+"""
+
+from pathlib import Path
+
+if not (Path(__file__).parent / "models").is_dir():
+    __path__.append(str(Path(__file__).parents[1]))  # a checkout keeps models/ beside the package
+
+from .experts import fused_experts  # noqa: E402
+from .parity import check_parity  # noqa: E402
+from .patcher import patch, unpatch  # noqa: E402
+from .pretrained import disable, enable, enabled, register  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = [
+    "check_parity",
+    "disable",
+    "enable",
+    "enabled",
+    "fused_experts",
+    "patch",
+    "unpatch",
+]
+
+register()

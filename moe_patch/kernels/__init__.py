@@ -1,0 +1,64 @@
+"""Triton kernels, one a file. They import triton, torch, each other and the order of slots.
+
+This file itself needs no Triton: it says where the kernels run and how they are called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def why_not(device_type: str) -> str | None:
+    """None when the kernels run on this kind of device, else the reason in one sentence."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (it exists for Linux only), so the fused kernels cannot run"
+    if device_type == "cuda":
+        return None
+    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return f"the fused kernels need a GPU that Triton supports, and the tensors are on {device_type}"
+
+
+def require(device: torch.device) -> None:
+    """Raises RuntimeError with the reason when the kernels cannot run on `device`.
+
+    Not while torch.compile traces: it would follow the look-ups behind `why_not`.
+    """
+    reason = None if torch.compiler.is_compiling() else why_not(device.type)
+    if reason:
+        raise RuntimeError(f"{reason}; moe_patch.reference has the same functions in plain PyTorch.")
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device: make it the tensors' one."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return contextlib.nullcontext()
+
+
+def op(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: a function that torch.compile sees as one opaque op with `fake`'s shapes.
+
+    Eager calls skip the dispatcher, which costs more than a decode step's kernels.
+    """
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = f"moe_patch::{function.__name__.lstrip('_')}"
+        registered = torch.library.custom_op(name, function, mutates_args=())
+        registered.register_fake(fake)
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            return (registered if torch.compiler.is_compiling() else function)(*arguments)
+
+        return call
+
+    return wrap

@@ -1,0 +1,67 @@
+"""Back from expert order to tokens: each token sums its K rows in float32, in choice order."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def combine_kernel(
+    rows, slot_to_row, slot_weight, out,
+    H: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], dtype=tl.float32)
+    for choice in range(TOP_K):
+        slot = token * TOP_K + choice
+        row = tl.load(slot_to_row + slot)
+        at = rows + row.to(tl.int64) * H + h
+        value = tl.load(at, mask=(h < H) & (row >= 0), other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(slot_weight + slot).to(tl.float32)
+            value = tl.where(row >= 0, value, 0.0)
+        acc += value
+    tl.store(out + token * H + h, acc.to(out.dtype.element_ty), mask=h < H)
+
+
+def combine(
+    rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | None = None
+) -> Tensor:
+    """out[t] = sum over choices of weights[t, k] * rows[slot_to_row[t * top_k + k]] -> [T, H].
+
+    rows [S, H], slot_to_row [S], weights [T, K] or None for a plain sum; dropped slots count zero.
+    """
+    tokens, hidden = slot_to_row.numel() // top_k, rows.shape[1]
+    out = rows.new_empty(tokens, hidden)
+    if tokens:
+        block = min(2048, triton.next_power_of_2(hidden))
+        combine_kernel[(tokens, triton.cdiv(hidden, block))](
+            rows, slot_to_row, rows if weights is None else weights, out,
+            H=hidden, TOP_K=top_k, WEIGHTED=weights is not None, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def sum_partials_kernel(partials, slot_to_row, out, num_slots, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip # noqa: E501
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(slot_to_row + slot, mask=slot < num_slots, other=-1)
+    acc = tl.zeros([BLOCK], dtype=tl.float32)
+    for column in range(COLUMNS):
+        acc += tl.load(partials + row.to(tl.int64) * COLUMNS + column, mask=row >= 0, other=0.0)
+    tl.store(out + slot, acc.to(out.dtype.element_ty), mask=slot < num_slots)
+
+
+def sum_partials(partials: Tensor, slot_to_row: Tensor, out: Tensor) -> Tensor:
+    """out[slot] = sum of partials[slot_to_row[slot], :] in column order; zero for dropped slots."""
+    slots = slot_to_row.numel()
+    if slots:
+        block = min(256, triton.next_power_of_2(slots))
+        sum_partials_kernel[(triton.cdiv(slots, block),)](
+            partials, slot_to_row, out, slots, COLUMNS=partials.shape[1], BLOCK=block, num_warps=4
+        )
+    return out

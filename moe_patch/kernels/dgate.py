@@ -1,0 +1,153 @@
+"""Backward through the down projection and SwiGLU in one kernel.
+
+With dA'_r = dO[token_r] W_down (the routing weight s_r not applied yet) and [g | u] = pre_r:
+  weight on output: act = silu(g) u,           dA = s dA',  d_s = <dA', act>,  act_out = s act
+  weight on input:  act = silu(s g) (s u),     dA = dA',    d_s = <d[sg|su], [g|u]>, act_out = act
+d_pre = [dA u silu'(g) | dA silu(g)], silu'(g) = sig(g) (1 + g (1 - sig(g))); times s on input.
+(SonicMoE, arXiv:2512.14080, section 3.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..order import ExpertOrder
+from .tiles import (
+    INTERPRET,
+    choose,
+    dot_precision,
+    find_tile,
+    load_rows,
+    load_weight,
+    silu_mul,
+    weight_operand,
+)
+
+
+@triton.jit
+def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    return x.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _epilogue(
+    d_act, rows, mask, scale, n, pre, d_pre, act,
+    I: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, NEED_ACT: tl.constexpr, NEED_PRE: tl.constexpr,
+):  # fmt: skip
+    mask = mask[:, None] & (n[None, :] < I)
+    at = rows.to(tl.int64)[:, None] * (2 * I) + n[None, :]
+    gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(pre + at + I, mask=mask, other=0.0).to(tl.float32)
+    if WEIGHT_ON_INPUT:
+        value, silu, sigmoid = silu_mul(gate * scale, up * scale)
+        d_gate = d_act * (up * scale) * sigmoid * (1.0 + gate * scale * (1.0 - sigmoid))
+        d_up = d_act * silu
+        d_scale = tl.sum(tl.where(mask, d_gate * gate + d_up * up, 0.0), axis=1)
+        d_gate *= scale
+        d_up *= scale
+    else:
+        value, silu, sigmoid = silu_mul(gate, up)
+        d_scale = tl.sum(tl.where(mask, d_act * value, 0.0), axis=1)
+        d_act *= scale
+        value *= scale
+        d_gate = d_act * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        d_up = d_act * silu
+    if NEED_PRE:
+        tl.store(d_pre + at, d_gate.to(d_pre.dtype.element_ty), mask=mask)
+        tl.store(d_pre + at + I, d_up.to(d_pre.dtype.element_ty), mask=mask)
+    if NEED_ACT:
+        to = rows.to(tl.int64)[:, None] * I + n[None, :]
+        tl.store(act + to, value.to(act.dtype.element_ty), mask=mask)
+    return d_scale
+
+
+@triton.jit
+def dgate_kernel(
+    d_out, w, slot_weight, pre, d_pre, act, d_scale,
+    row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
+    stride_x, stride_e, stride_n, stride_k,
+    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
+    NEED_PRE: tl.constexpr, NEED_ACT: tl.constexpr, NEED_SCALE: tl.constexpr, PARTS: tl.constexpr,
+    TMA: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    tiles = tl.load(num_tiles)
+    NUM_N: tl.constexpr = (I + BN - 1) // BN
+    if pid >= tiles * NUM_N:
+        return
+    tile, column = find_tile(pid, tiles, NUM_N, GROUP_M)
+    expert = tl.load(tile_expert + tile)
+    rows = tl.load(tile_row + tile) + tl.arange(0, BM)
+    mask = rows < tl.load(expert_offsets + expert + 1)
+    slot = tl.load(row_to_slot + rows, mask=mask, other=0)
+    d_rows = d_out + (slot // TOP_K).to(tl.int64)[:, None] * stride_x
+
+    n0 = column * BN
+    acc = tl.zeros([BM, BN], dtype=tl.float32)
+    for k in range(0, H, BK):
+        a = load_rows(d_rows, k, H, BK, UPCAST)
+        b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+
+    scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
+    # in column parts: the epilogue's registers would spill over a whole tile
+    if PARTS == 4:
+        QUARTER: tl.constexpr = BN // 4
+        left, right = _halves(acc, BM, BN)
+        first, second = _halves(left, BM, BN // 2)
+        third, fourth = _halves(right, BM, BN // 2)
+        n = n0 + tl.arange(0, QUARTER)
+        total = _epilogue(first, rows, mask, scale, n, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE)  # fmt: skip # noqa: E501
+        total += _epilogue(second, rows, mask, scale, n + QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE)  # fmt: skip # noqa: E501
+        total += _epilogue(third, rows, mask, scale, n + 2 * QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE)  # fmt: skip # noqa: E501
+        total += _epilogue(fourth, rows, mask, scale, n + 3 * QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE)  # fmt: skip # noqa: E501
+    else:
+        total = _epilogue(acc, rows, mask, scale, n0 + tl.arange(0, BN), pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE)  # fmt: skip # noqa: E501
+    if NEED_SCALE:
+        tl.store(d_scale + rows.to(tl.int64) * NUM_N + column, total, mask=mask)
+
+
+def dgate(
+    d_out: Tensor,
+    down_proj: Tensor,
+    order: ExpertOrder,
+    slot_weight: Tensor,
+    pre: Tensor,
+    *,
+    weight_on_input: bool,
+    need_pre: bool,
+    need_act: bool,
+    need_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(d_pre [S, 2I], act [S, I], d_scale partials [S, column tiles] float32) in expert order.
+
+    d_out [T, H], down_proj [E, H, I], pre [S, 2I] as `gate_up` saved it. What is not needed comes
+    back empty; rows of dropped slots are not written.
+    """
+    slots, (_, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
+    tile = choose("dgate", order.block_m, inner, d_out.dtype, d_out.device)
+    columns = triton.cdiv(inner, tile.bn)
+    d_pre = torch.empty_like(pre) if need_pre else pre.new_empty(0)
+    act = pre.new_empty((slots, inner) if need_act else (0,))
+    d_scale = pre.new_empty((slots, columns) if need_scale else (0,), dtype=torch.float32)
+    if slots == 0:
+        return d_pre, act, d_scale
+    weight = down_proj.transpose(1, 2)  # [E, N = I, K = H]
+    operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
+    dgate_kernel[(order.tile_expert.numel() * columns,)](
+        d_out, operand, slot_weight, pre, d_pre, act, d_scale,
+        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
+        d_out.stride(0), *weight.stride(),
+        H=hidden, I=inner, TOP_K=slots // d_out.shape[0], WEIGHT_ON_INPUT=weight_on_input,
+        NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale,
+        PARTS=4 if tile.bn >= 64 else 1,
+        TMA=tma, K_MAJOR=k_major, UPCAST=INTERPRET and d_out.dtype == torch.bfloat16,
+        PRECISION=dot_precision(d_out.dtype),
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return d_pre, act, d_scale

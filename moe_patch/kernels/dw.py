@@ -1,0 +1,68 @@
+"""Weight gradient of a grouped GEMM: dW[e] = sum over the expert's rows r of p_r^T q_r."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..order import ExpertOrder
+from .tiles import INTERPRET, choose, dot_precision
+
+
+@triton.jit
+def dw_kernel(
+    p, q, dw, row_to_slot, expert_offsets,
+    stride_p, stride_q, stride_e, stride_m, stride_n,
+    M: tl.constexpr, N: tl.constexpr, GATHER: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    NUM_M: tl.constexpr = (M + BM - 1) // BM
+    NUM_N: tl.constexpr = (N + BN - 1) // BN
+    pid = tl.program_id(0)
+    expert = pid // (NUM_M * NUM_N)
+    pid = pid % (NUM_M * NUM_N)
+    m = (pid % NUM_M) * BM + tl.arange(0, BM)
+    n = (pid // NUM_M) * BN + tl.arange(0, BN)
+    begin = tl.load(expert_offsets + expert)
+    end = tl.load(expert_offsets + expert + 1)
+
+    acc = tl.zeros([BM, BN], dtype=tl.float32)
+    for row in range(begin, end, BK):
+        rows = row + tl.arange(0, BK)
+        mask = (rows < end)[:, None]
+        source = rows
+        if GATHER > 0:
+            source = tl.load(row_to_slot + rows, mask=rows < end, other=0) // GATHER
+        p_mask = mask if M % BM == 0 else mask & (m[None, :] < M)
+        q_mask = mask if N % BN == 0 else mask & (n[None, :] < N)
+        a = tl.load(p + source.to(tl.int64)[:, None] * stride_p + m[None, :], mask=p_mask, other=0.0)
+        b = tl.load(q + rows.to(tl.int64)[:, None] * stride_q + n[None, :], mask=q_mask, other=0.0)
+        if UPCAST:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+
+    at = expert.to(tl.int64) * stride_e + m[:, None] * stride_m + n[None, :] * stride_n
+    tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+def dw(p: Tensor, q: Tensor, order: ExpertOrder, *, gather: int = 0, out: Tensor) -> Tensor:
+    """Writes the sum over each expert's rows of p^T q into `out` [E, M, N] (any strides).
+
+    q [S, N] is in expert order; p [S, M] too, or gathered: row r is p[row_to_slot[r] // gather].
+    An expert without rows gets exact zeros.
+    """
+    experts, m, n = out.shape
+    tile = choose("dw_gathered" if gather else "dw", 128, n, p.dtype, p.device)
+    grid = (experts * triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn),)
+    dw_kernel[grid](
+        p, q, out, order.row_to_slot, order.expert_offsets,
+        p.stride(0), q.stride(0), *out.stride(),
+        M=m, N=n, GATHER=gather,
+        UPCAST=INTERPRET and p.dtype == torch.bfloat16, PRECISION=dot_precision(p.dtype),
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out

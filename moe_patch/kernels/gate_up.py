@@ -1,0 +1,102 @@
+"""Gathered gate_up projection with SwiGLU in its epilogue: act = silu(x W_gate^T) * (x W_up^T)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..order import ExpertOrder
+from .tiles import (
+    INTERPRET,
+    choose,
+    dot_precision,
+    find_tile,
+    load_rows,
+    load_weight,
+    silu_mul,
+    weight_operand,
+)
+
+
+@triton.jit
+def gate_up_kernel(
+    x, w, slot_weight, pre, act,
+    row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
+    stride_x, stride_e, stride_n, stride_k,
+    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr, SAVE_PRE: tl.constexpr,
+    TMA: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    tiles = tl.load(num_tiles)
+    NUM_N: tl.constexpr = (I + BN - 1) // BN
+    if pid >= tiles * NUM_N:
+        return
+    tile, column = find_tile(pid, tiles, NUM_N, GROUP_M)
+    expert = tl.load(tile_expert + tile)
+    rows = tl.load(tile_row + tile) + tl.arange(0, BM)
+    mask = rows < tl.load(expert_offsets + expert + 1)
+    slot = tl.load(row_to_slot + rows, mask=mask, other=0)
+    x_rows = x + (slot // TOP_K).to(tl.int64)[:, None] * stride_x
+
+    n0 = column * BN
+    gate = tl.zeros([BM, BN], dtype=tl.float32)
+    up = tl.zeros([BM, BN], dtype=tl.float32)
+    for k in range(0, H, BK):
+        a = load_rows(x_rows, k, H, BK, UPCAST)
+        b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
+        gate = tl.dot(a, b, gate, input_precision=PRECISION)
+        b = load_weight(w, expert, I + n0, k, stride_e, stride_n, stride_k, 2 * I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
+        up = tl.dot(a, b, up, input_precision=PRECISION)
+
+    n = n0 + tl.arange(0, BN)[None, :]
+    mask = mask[:, None] & (n < I)
+    at = rows.to(tl.int64)[:, None]
+    if SAVE_PRE:
+        tl.store(pre + at * (2 * I) + n, gate.to(pre.dtype.element_ty), mask=mask)
+        tl.store(pre + at * (2 * I) + I + n, up.to(pre.dtype.element_ty), mask=mask)
+    if WEIGHT_ON_INPUT:
+        scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
+        gate *= scale
+        up *= scale
+    value, _, _ = silu_mul(gate, up)
+    tl.store(act + at * I + n, value.to(act.dtype.element_ty), mask=mask)
+
+
+def gate_up(
+    x: Tensor,
+    weight: Tensor,
+    order: ExpertOrder,
+    slot_weight: Tensor,
+    *,
+    weight_on_input: bool,
+    save_pre: bool,
+) -> tuple[Tensor, Tensor]:
+    """(act [S, I], pre [S, 2I] or empty) of x [T, H] and weight [E, 2I, H], rows in expert order.
+
+    `slot_weight` [T, K] multiplies the input rows when `weight_on_input` (Llama4); `pre` is the
+    projection without it. Rows of dropped slots are not written.
+    """
+    slots, inner, hidden = order.row_to_slot.numel(), weight.shape[1] // 2, weight.shape[2]
+    act = x.new_empty(slots, inner)
+    pre = x.new_empty((slots, 2 * inner) if save_pre else (0,))
+    if slots == 0:
+        return act, pre
+    tile = choose("gate_up", order.block_m, inner, x.dtype, x.device)
+    operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
+    grid = (order.tile_expert.numel() * triton.cdiv(inner, tile.bn),)
+    gate_up_kernel[grid](
+        x, operand, slot_weight, pre, act,
+        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
+        x.stride(0), *weight.stride(),
+        H=hidden, I=inner, TOP_K=slots // x.shape[0],
+        WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre,
+        TMA=tma, K_MAJOR=k_major, UPCAST=INTERPRET and x.dtype == torch.bfloat16,
+        PRECISION=dot_precision(x.dtype),
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return act, pre

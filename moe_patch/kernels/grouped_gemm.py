@@ -1,0 +1,96 @@
+"""Grouped GEMM over rows in expert order: out[r] = x[r] W[e_r]^T, with optional gather or scatter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..order import ExpertOrder
+from .tiles import (
+    INTERPRET,
+    choose,
+    describable,
+    dot_precision,
+    find_tile,
+    load_rows,
+    load_weight,
+    use_tma,
+    weight_operand,
+)
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    x, w, out,
+    row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
+    stride_x, stride_e, stride_n, stride_k,
+    N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    X_TMA: tl.constexpr, TMA: tl.constexpr, K_MAJOR: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """GATHER 0: x in expert order; d > 0: row r is x[row_to_slot[r] // d]."""
+    pid = tl.program_id(0)
+    tiles = tl.load(num_tiles)
+    NUM_N: tl.constexpr = (N + BN - 1) // BN
+    if pid >= tiles * NUM_N:
+        return
+    tile, column = find_tile(pid, tiles, NUM_N, GROUP_M)
+    expert = tl.load(tile_expert + tile)
+    first = tl.load(tile_row + tile)
+    rows = first + tl.arange(0, BM)
+    mask = rows < tl.load(expert_offsets + expert + 1)
+    if GATHER > 0 or SCATTER:
+        slot = tl.load(row_to_slot + rows, mask=mask, other=0)
+    if not X_TMA:
+        source = slot // GATHER if GATHER > 0 else tl.where(mask, rows, first)
+        x_rows = x + source.to(tl.int64)[:, None] * stride_x
+
+    n0 = column * BN
+    acc = tl.zeros([BM, BN], dtype=tl.float32)
+    for k in range(0, K, BK):
+        if X_TMA:  # rows past the expert's end belong to the next one: computed, never stored
+            a = x.load([first, k])
+            if UPCAST:
+                a = a.to(tl.float32)
+        else:
+            a = load_rows(x_rows, k, K, BK, UPCAST)
+        b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, N, K, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+
+    n = n0 + tl.arange(0, BN)[None, :]
+    to = slot if SCATTER else rows
+    at = to.to(tl.int64)[:, None] * N + n
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask[:, None] & (n < N))
+
+
+def grouped_gemm(
+    x: Tensor, weight: Tensor, order: ExpertOrder, *, gather: int = 0, scatter: bool = False, out: Tensor
+) -> Tensor:
+    """Writes x @ weight[e]^T into `out` [S, N] for weight [E, N, K] and returns it.
+
+    gather = 0: x [S, K] is in expert order; gather = d: row r is x[row_to_slot[r] // d] (d = top_k
+    reads tokens, d = 1 slots). scatter: rows go to slot order instead of expert order. Rows of
+    dropped slots are not written.
+    """
+    if order.row_to_slot.numel() == 0:
+        return out
+    _, n, k = weight.shape
+    tile = choose("gemm", order.block_m, n, x.dtype, x.device)
+    operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
+    x_tma = gather == 0 and use_tma(x.device) and describable(x)
+    grid = (order.tile_expert.numel() * triton.cdiv(n, tile.bn),)
+    grouped_gemm_kernel[grid](
+        TensorDescriptor.from_tensor(x, [tile.bm, tile.bk]) if x_tma else x, operand, out,
+        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
+        x.stride(0), *weight.stride(),
+        N=n, K=k, GATHER=gather, SCATTER=scatter,
+        X_TMA=x_tma, TMA=tma, K_MAJOR=k_major, UPCAST=INTERPRET and x.dtype == torch.bfloat16,
+        PRECISION=dot_precision(x.dtype),
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out

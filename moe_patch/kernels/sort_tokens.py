@@ -1,0 +1,105 @@
+"""Stable counting sort of slots by expert: integers only, no host sync, one or two launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..order import ExpertOrder
+from .tiles import INTERPRET
+
+
+@triton.jit
+def _bin(ids, slot, num_slots, E: tl.constexpr):
+    """Expert of each slot; E for an id out of range, E + 1 past the end."""
+    expert = tl.load(ids + slot, mask=slot < num_slots, other=0).to(tl.int32)
+    expert = tl.where((expert < 0) | (expert >= E), E, expert)
+    return tl.where(slot < num_slots, expert, E + 1)
+
+
+@triton.jit
+def count_kernel(ids, counts, num_slots, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    expert = _bin(ids, block * BLOCK + tl.arange(0, BLOCK), num_slots, E)
+    tl.store(counts + block * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS))
+
+
+@triton.jit
+def place_kernel(
+    ids, counts, scratch,
+    expert_offsets, row_to_slot, slot_to_row, tile_expert, tile_row, num_tiles,
+    num_slots, num_blocks, E: tl.constexpr, BM: tl.constexpr,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    local = tl.arange(0, BLOCK)
+    expert = _bin(ids, block * BLOCK + local, num_slots, E)
+    if SINGLE:
+        mine = tl.histogram(expert, BINS)
+        total = mine
+        before = tl.zeros([BINS], dtype=tl.int32)
+    else:
+        mine = tl.load(counts + block * BINS + bins)
+        total = tl.zeros([BINS], dtype=tl.int32)
+        before = tl.zeros([BINS], dtype=tl.int32)
+        for first in range(0, num_blocks, CHUNK):
+            b = first + tl.arange(0, CHUNK)[:, None]
+            chunk = tl.load(counts + b * BINS + bins[None, :], mask=b < num_blocks, other=0)
+            total += tl.sum(chunk, axis=0)
+            before += tl.sum(tl.where(b < block, chunk, 0), axis=0)
+    offset = tl.cumsum(total) - total
+    tiles = tl.where(bins < E, (total + BM - 1) // BM, 0)
+    tile_offset = tl.cumsum(tiles) - tiles
+    if block == 0:
+        tl.store(expert_offsets + bins, offset, mask=bins <= E)
+        tl.store(num_tiles, tl.sum(tiles))
+    # the i-th slot of this block in expert order is row i + shift[expert]
+    scratch += block * 3 * BINS
+    tl.store(scratch + bins, offset + before - (tl.cumsum(mine) - mine))
+    tl.store(scratch + BINS + bins, offset)
+    tl.store(scratch + 2 * BINS + bins, tile_offset)
+    tl.debug_barrier()
+
+    key = tl.sort(expert * BLOCK + local)
+    expert = key // BLOCK
+    slot = block * BLOCK + key % BLOCK
+    row = local + tl.load(scratch + expert)
+    inside = slot < num_slots
+    tl.store(row_to_slot + row, slot, mask=inside)
+    tl.store(slot_to_row + slot, tl.where(expert < E, row, -1), mask=inside)
+    rank = row - tl.load(scratch + BINS + expert)
+    tile = tl.load(scratch + 2 * BINS + expert) + rank // BM
+    leads = inside & (expert < E) & (rank % BM == 0)
+    tl.store(tile_expert + tile, expert, mask=leads)
+    tl.store(tile_row + tile, row, mask=leads)
+
+
+def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Tensor) -> ExpertOrder:
+    """Sorts the slots of top_k_index [T, K] (any integer dtype, contiguous) into `buffer`.
+
+    `buffer` is int32 of ExpertOrder.numel(T * K, num_experts, block_m) elements. Ids outside
+    0 .. num_experts - 1 are dropped, so expert-parallel sentinels cost nothing later.
+    """
+    slots = top_k_index.numel()
+    order = ExpertOrder.view(buffer, slots, num_experts, block_m)
+    bins = triton.next_power_of_2(num_experts + 2)
+    largest = 64 if INTERPRET else 1024 if slots <= 1 << 18 else 2048
+    block = min(largest, max(16, triton.next_power_of_2(slots)))
+    blocks = max(1, triton.cdiv(slots, block))
+    work = torch.empty((4, blocks, bins), dtype=torch.int32, device=buffer.device)
+    counts, scratch = work[0], work[1:]
+    if blocks > 1:
+        count_kernel[(blocks,)](
+            top_k_index, counts, slots, E=num_experts, BINS=bins, BLOCK=block, num_warps=4
+        )
+    place_kernel[(blocks,)](
+        top_k_index, counts, scratch,
+        order.expert_offsets, order.row_to_slot, order.slot_to_row,
+        order.tile_expert, order.tile_row, order.num_tiles, slots, blocks,
+        E=num_experts, BM=block_m, BINS=bins, BLOCK=block, SINGLE=blocks == 1,
+        CHUNK=max(1, min(4096 // bins, triton.next_power_of_2(blocks))), num_warps=4,
+    )  # fmt: skip
+    return order

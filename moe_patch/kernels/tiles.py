@@ -1,0 +1,160 @@
+"""Tile sizes, and the jit helpers that every grouped kernel shares.
+
+BM rows of one expert x BN weight columns x BK of the reduction; `stages` deep software pipeline.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INTERPRET: bool = triton.knobs.runtime.interpret
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One kernel configuration; `group_m` row tiles share a weight column before the next (L2)."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    group_m: int = 8
+
+
+@functools.cache
+def chip(device: torch.device) -> tuple[int, int, bool]:
+    """(compute capability as 80, 90 ...; bytes of shared memory a program may use; has TMA)."""
+    if device.type != "cuda":
+        return 0, 1 << 20, False
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return 0, 64 * 1024, False
+    capability = 10 * properties.major + properties.minor
+    return capability, properties.shared_memory_per_block_optin, capability >= 90
+
+
+def block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Tile height from the mean rows an expert gets, known to the host."""
+    rows = num_slots / max(num_experts, 1)
+    if dtype == torch.float32 or INTERPRET:
+        return 16 if rows <= 16 else 64
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows < 192 else 128
+
+
+def fit_stages(tile: Tile, columns: int, itemsize: int, shared: int, idle: int = 0) -> Tile:
+    """The same tile with as many stages as shared memory holds (`columns` weight columns a stage)."""
+    stage = (tile.bm + columns) * tile.bk * itemsize
+    stages = max(1, min(tile.stages, (shared - 4096) // stage + idle))
+    return Tile(tile.bm, tile.bn, tile.bk, tile.warps, stages, tile.group_m)
+
+
+def choose(kernel: str, bm: int, n: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """Configuration of `kernel` (gate_up, gemm, dgate, dw, dw_gathered) for N = n columns."""
+    _, shared, _ = chip(device)
+    itemsize = dtype.itemsize
+    if INTERPRET:
+        return Tile(bm, 32, 32, 4, 1)
+    if kernel.startswith("dw"):
+        bm = 64 if dtype == torch.float32 or shared < 160_000 else 128
+    if dtype == torch.float32:
+        tile = Tile(bm, 32 if kernel == "gate_up" else 64, 32, 4, 3)
+    elif shared < 160_000:  # Ada, consumer Blackwell, CDNA: 64 to 100 KB
+        tile = Tile(bm, 64, 32, 4, 3)
+    elif bm == 128:
+        stages = {"gate_up": 4, "gemm": 4, "dgate": 3, "dw": 4, "dw_gathered": 5}[kernel]
+        tile = Tile(bm, 128 if kernel == "gate_up" else 256, 64, 8, stages)
+    elif bm == 64:
+        tile = Tile(bm, 64 if kernel == "gate_up" else 128, 64, 4, 4)
+    else:
+        tile = Tile(bm, 64, 128, 4, 4)
+    bn = min(tile.bn, max(16, triton.next_power_of_2(n)))
+    tile = Tile(tile.bm, bn, tile.bk, tile.warps, tile.stages, tile.group_m)
+    if kernel == "dw_gathered":  # the index load in the loop takes two stages of the pipeline
+        return fit_stages(tile, bn, itemsize, shared, idle=2)
+    return fit_stages(tile, 2 * bn if kernel == "gate_up" else bn, itemsize, shared)
+
+
+def weight_operand(weight: Tensor, bn: int, bk: int) -> tuple[Tensor | TensorDescriptor, bool, bool]:
+    """A logical [E, N, K] weight as a kernel argument: (tensor or TMA descriptor, is TMA, K-major)."""
+    k_major = weight.stride(2) == 1
+    if not use_tma(weight.device) or not (k_major or weight.stride(1) == 1):
+        return weight, False, k_major
+    stored = weight if k_major else weight.transpose(1, 2)
+    if not describable(stored):
+        return weight, False, k_major
+    block = [1, bn, bk] if k_major else [1, bk, bn]
+    return TensorDescriptor.from_tensor(stored, block), True, k_major
+
+
+def describable(tensor: Tensor) -> bool:
+    """Whether TMA can address it: 16-byte aligned base and strides, contiguous last dimension."""
+    size = tensor.element_size()
+    aligned = all(stride > 0 and stride * size % 16 == 0 for stride in tensor.stride()[:-1])
+    return aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
+
+
+def use_tma(device: torch.device) -> bool:
+    """Whether tiles travel through the Tensor Memory Accelerator on this device."""
+    return chip(device)[2]
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """float32 products stay IEEE unless the user allowed TF32, as torch.matmul does."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@triton.jit
+def find_tile(pid, num_tiles, num_n, GROUP_M: tl.constexpr):
+    """(row tile, column tile) of a program: GROUP_M row tiles walk the columns together."""
+    group = pid // (GROUP_M * num_n)
+    first = group * GROUP_M
+    height = min(num_tiles - first, GROUP_M)
+    local = pid % (GROUP_M * num_n)
+    return first + local % height, local // height
+
+
+@triton.jit
+def load_weight(
+    w, expert, n0, k0, stride_e, stride_n, stride_k, n_end,
+    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TMA: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """[BK, BN] of the logical [E, N, K] weight; zero past n_end and K (TMA: past the tensor)."""
+    if TMA:
+        if K_MAJOR:
+            tile = w.load([expert, n0, k0]).reshape(BN, BK).T
+        else:
+            tile = w.load([expert, k0, n0]).reshape(BK, BN)
+    else:
+        n = n0 + tl.arange(0, BN)
+        k = k0 + tl.arange(0, BK)
+        at = w + expert.to(tl.int64) * stride_e + n[None, :] * stride_n + k[:, None] * stride_k
+        if K % BK == 0:
+            tile = tl.load(at, mask=n[None, :] < n_end, other=0.0)
+        else:
+            tile = tl.load(at, mask=(n[None, :] < n_end) & (k[:, None] < K), other=0.0)
+    return tile.to(tl.float32) if UPCAST else tile
+
+
+@triton.jit
+def load_rows(rows, k0, K: tl.constexpr, BK: tl.constexpr, UPCAST: tl.constexpr):
+    """[BM, BK] from [BM, 1] row pointers whose columns are contiguous; zero past K."""
+    k = k0 + tl.arange(0, BK)[None, :]
+    tile = tl.load(rows + k) if K % BK == 0 else tl.load(rows + k, mask=k < K, other=0.0)
+    return tile.to(tl.float32) if UPCAST else tile
+
+
+@triton.jit
+def silu_mul(gate, up):
+    """SwiGLU and its parts in float32: (silu(gate) * up, silu(gate), sigmoid(gate))."""
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    silu = gate * sigmoid
+    return silu * up, silu, sigmoid

@@ -1,0 +1,62 @@
+"""Slots in expert order: the metadata that every grouped kernel reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def max_tiles(num_slots: int, num_experts: int, block_m: int) -> int:
+    """Upper bound, known to the host, of the tiles that `num_slots` rows fill; at least 1."""
+    return max(1, num_slots // block_m + min(num_experts, num_slots))
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """Where each (token, choice) slot stands once slots are stably sorted by expert. All int32.
+
+    Three tokens, top_k = 2, four experts, block_m = 2::
+
+        top_k_index    = [[2, 0], [0, 4], [2, 2]]   4 == num_experts: dropped
+        slot           =   0  1    2  3    4  5     slot = token * top_k + choice
+        row_to_slot    = [1, 2, 0, 4, 5, 3]         dropped slots come last
+        expert_offsets = [0, 2, 2, 5, 5]            expert 2 owns rows 2, 3, 4      [E + 1]
+        slot_to_row    = [2, 0, 1, -1, 3, 4]        -1: dropped
+        tile_expert    = [0, 2, 2, ...]             tiles of at most block_m rows   [max_tiles]
+        tile_row       = [0, 2, 4, ...]             first row of each tile          [max_tiles]
+        num_tiles      = [3]                        entries from here on mean nothing
+
+    Every shape follows from (T, K, E, block_m) alone, never from the routing.
+    """
+
+    expert_offsets: Tensor
+    row_to_slot: Tensor
+    slot_to_row: Tensor
+    tile_expert: Tensor
+    tile_row: Tensor
+    num_tiles: Tensor
+    block_m: int
+
+    @staticmethod
+    def sizes(num_slots: int, num_experts: int, block_m: int) -> list[int]:
+        """Lengths of the six tensors, in field order."""
+        tiles = max_tiles(num_slots, num_experts, block_m)
+        return [num_experts + 1, num_slots, num_slots, tiles, tiles, 1]
+
+    @classmethod
+    def numel(cls, num_slots: int, num_experts: int, block_m: int) -> int:
+        """Length of the buffer that `view` splits."""
+        return sum(map(_aligned, cls.sizes(num_slots, num_experts, block_m)))
+
+    @classmethod
+    def view(cls, buffer: Tensor, num_slots: int, num_experts: int, block_m: int) -> ExpertOrder:
+        """The six tensors as views of one int32 buffer, each 16-byte aligned."""
+        sizes = cls.sizes(num_slots, num_experts, block_m)
+        pieces = torch.split(buffer, [_aligned(size) for size in sizes])
+        return cls(*(piece[:size] for piece, size in zip(pieces, sizes)), block_m=block_m)
+
+
+def _aligned(size: int) -> int:
+    return (size + 3) // 4 * 4

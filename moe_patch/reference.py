@@ -1,0 +1,121 @@
+"""Plain-PyTorch twins of every op, same names and signatures, any dtype and device.
+
+They define what the kernels compute. In float64 they are the truth that the parity law
+(docs/parity.md) compares with. T tokens, H hidden size, I intermediate size, E experts,
+K choices a token, S = T*K slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .order import ExpertOrder, max_tiles
+
+
+def expert_weights(
+    router_logits: Tensor, top_k_index: Tensor, *, score: str = "softmax", renormalize: bool = False
+) -> Tensor:
+    """Routing weights [T, K] of the experts already chosen, in float32 (float64 for float64)."""
+    logits = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
+    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    weights = scores.gather(1, top_k_index)
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights
+
+
+def select_experts(
+    router_logits: Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    renormalize: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Twin of :func:`moe_patch.routing.select_experts`; ties go to the lowest expert id."""
+    top_k_index = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = expert_weights(router_logits, top_k_index, score=score, renormalize=renormalize)
+    return top_k_index, weights.to(dtype or router_logits.dtype)
+
+
+def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int) -> ExpertOrder:
+    """Twin of :func:`moe_patch.kernels.sort_tokens.sort_tokens`."""
+    device = top_k_index.device
+    experts = top_k_index.reshape(-1)
+    experts = torch.where((experts < 0) | (experts >= num_experts), num_experts, experts)
+    row_to_slot = experts.sort(stable=True).indices
+    slot_to_row = torch.empty_like(row_to_slot)
+    slot_to_row[row_to_slot] = torch.arange(experts.numel(), device=device)
+    slot_to_row[experts == num_experts] = -1
+    counts = torch.bincount(experts, minlength=num_experts + 1)[:num_experts]
+    expert_offsets = F.pad(counts.cumsum(0), (1, 0))
+    tiles = torch.full((max_tiles(experts.numel(), num_experts, block_m),), -1, device=device)
+    tile_row = tiles.clone()
+    first = 0
+    for expert, (begin, end) in enumerate(zip(expert_offsets[:-1], expert_offsets[1:])):
+        rows = torch.arange(int(begin), int(end), block_m, device=device)
+        tiles[first : first + len(rows)], tile_row[first : first + len(rows)] = expert, rows
+        first += len(rows)
+    return ExpertOrder(
+        expert_offsets=expert_offsets.int(),
+        row_to_slot=row_to_slot.int(),
+        slot_to_row=slot_to_row.int(),
+        tile_expert=tiles.int(),
+        tile_row=tile_row.int(),
+        num_tiles=torch.tensor([first], dtype=torch.int32, device=device),
+        block_m=block_m,
+    )
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU, silu(gate) * up, of [..., 2I] -> [..., I] (Shazeer 2020, arXiv:2002.05202)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
+    """Twin of :func:`moe_patch.kernels.combine.combine`: weighted sum of each token's K rows."""
+    picked = rows[slot_to_row.clamp(min=0).long()].to(torch.promote_types(rows.dtype, torch.float32))
+    if weights is not None:
+        picked = picked * weights.reshape(-1, 1)
+    picked = picked.masked_fill((slot_to_row < 0)[:, None], 0)
+    return picked.view(-1, top_k, rows.shape[1]).sum(1).to(rows.dtype)
+
+
+def grouped_gemm(
+    x: Tensor, weight: Tensor, order: ExpertOrder, *, gather: bool = False, scatter: bool = False
+) -> Tensor:
+    """Twin of :func:`moe_patch.experts.grouped_gemm`."""
+    slots = order.row_to_slot.long()
+    rows = x[slots * x.shape[0] // max(len(slots), 1)] if gather else x
+    out = rows.new_zeros(len(slots), weight.shape[1])
+    offsets = order.expert_offsets.tolist()
+    pieces = [
+        rows[begin:end] @ weight[e].T for e, (begin, end) in enumerate(zip(offsets, offsets[1:]))
+    ]
+    valid = torch.cat(pieces) if pieces else out[:0]
+    place = slots[: offsets[-1]] if scatter else torch.arange(offsets[-1], device=x.device)
+    return out.index_copy(0, place, valid)
+
+
+def fused_experts(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    weight_on: str = "output",
+) -> Tensor:
+    """Twin of :func:`moe_patch.experts.fused_experts`: a loop over experts, in the weights' dtype."""
+    x = hidden_states.to(gate_up_proj.dtype)
+    out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    for expert in range(gate_up_proj.shape[0]):
+        token, choice = torch.where(top_k_index == expert)
+        weight = top_k_weights[token, choice, None].to(out.dtype)
+        rows = x[token]
+        if weight_on == "input":
+            rows = (rows * weight).to(x.dtype)
+        rows = silu_mul(rows @ gate_up_proj[expert].T) @ down_proj[expert].T
+        out = out.index_add(0, token, rows * weight if weight_on == "output" else rows.to(out.dtype))
+    return out.to(hidden_states.dtype)
