@@ -1,0 +1,163 @@
+"""Compiles every kernel ahead of time for one chip, without a GPU: `python tests/aot.py sm_90`.
+
+The launchers run on meta tensors with the launch itself intercepted, so what is compiled is what
+they would launch at the real shapes: tiles, descriptors, alignment and all. Prints a line a kernel
+with its registers, spills and shared memory (NVIDIA).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+import time
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_patch import experts, routing
+from moe_patch.kernels import tiles
+
+# name: (target, what tiles.chip() answers there: capability, shared memory, TMA)
+CHIPS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), (80, 166_912, False)),
+    "sm_89": (GPUTarget("cuda", 89, 32), (89, 101_376, False)),
+    "sm_90": (GPUTarget("cuda", 90, 32), (90, 232_448, True)),
+    "sm_100": (GPUTarget("cuda", 100, 32), (100, 232_448, True)),
+    "sm_120": (GPUTarget("cuda", 120, 32), (120, 101_376, True)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), (0, 65_536, False)),
+}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def specialise(value):
+    """(signature entry, constant or None, divisible by 16)."""
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype], None, True
+    if isinstance(value, TensorDescriptor):
+        shape = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{TYPES[value.base.dtype]}[{shape}]>", None, False
+    if value == 1:
+        return "constexpr", 1, False
+    return ("i32" if abs(value) < 2**31 else "i64"), None, value % 16 == 0
+
+
+def record(launches):
+    """Stands in for JITFunction.run."""
+
+    def run(kernel, *args, grid, warmup, num_warps=4, num_stages=3, **constants):
+        names = [parameter.name for parameter in kernel.params]
+        signature, values, attrs = {}, dict(constants), {}
+        for i, (name, value) in enumerate(zip(names, args)):
+            signature[name], constant, divisible = specialise(value)
+            if constant is not None:
+                values[name] = constant
+            if divisible:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+        signature |= {name: "constexpr" for name in constants}
+        signature = {name: signature[name] for name in names}
+        launches.append((kernel, signature, values, attrs, num_warps, num_stages))
+
+    return run
+
+
+def moe_launches(tokens, hidden, inner, num_experts, top_k, dtype, llama4=False):
+    """Every launch of one forward and backward, routing included."""
+    launches = []
+    original, JITFunction.run = JITFunction.run, record(launches)
+    try:
+        with torch.device("meta"):
+            logits = torch.empty(tokens, num_experts, dtype=dtype)
+            index, weights = routing._select_experts(logits, top_k, llama4, not llama4, dtype)
+            routing._select_experts_backward(logits, index, weights, llama4, not llama4)
+            x = torch.empty(tokens, hidden, dtype=dtype)
+            if llama4:
+                w1 = torch.empty(num_experts, hidden, 2 * inner, dtype=dtype).transpose(1, 2)
+                w2 = torch.empty(num_experts, inner, hidden, dtype=dtype).transpose(1, 2)
+            else:
+                w1 = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)
+                w2 = torch.empty(num_experts, hidden, inner, dtype=dtype)
+            _, pre, buffer = experts._experts_forward(x, w1, w2, index, weights, llama4, True)
+            experts._experts_backward(
+                x, x, w1, w2, weights, pre, buffer, llama4, [True, True, True, True]
+            )
+    finally:
+        JITFunction.run = original
+    return launches
+
+
+def build(target, launch):
+    """(compiled kernel, what ptxas printed)."""
+    kernel, signature, values, attrs, num_warps, num_stages = launch
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        compiled = triton.compile(
+            ASTSource(kernel, signature, values, attrs),
+            target=target,
+            options={"num_warps": num_warps, "num_stages": num_stages},
+        )
+    return compiled, log.getvalue()
+
+
+SHAPES = {  # tokens, hidden, inner, experts, top_k
+    "qwen3_30b": (16384, 2048, 768, 128, 8),
+    "dsv3_ep32": (4096, 7168, 2048, 32, 8),
+    "llama4_scout": (4096, 5120, 8192, 16, 1),
+    "odd": (100, 97, 41, 7, 3),
+    "short": (64, 2048, 768, 128, 8),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("chip", choices=CHIPS)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3_30b", "llama4_scout"])
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
+    options = parser.parse_args()
+    target, tiles_chip = CHIPS[options.chip]
+    tiles.chip = lambda device: tiles_chip
+    done = set()
+    for shape in options.shape:
+        for dtype in options.dtype:
+            arguments = (*SHAPES[shape], getattr(torch, dtype), shape == "llama4_scout")
+            for launch in moe_launches(*arguments):
+                key = repr((launch[0].__name__, *launch[1:]))
+                if key in done:
+                    continue
+                done.add(key)
+                start = time.time()
+                compiled, log = build(target, launch)
+                registers = re.findall(r"Used (\d+) registers", log)
+                spills = re.findall(r"(\d+) bytes spill stores", log)
+                values, warps, stages = launch[2], launch[4], launch[5]
+                tile = "x".join(str(values[name]) for name in ("BM", "BN", "BK") if name in values)
+                print(
+                    f"{options.chip} {shape} {dtype} {launch[0].__name__} {tile} w{warps} "
+                    f"s{stages}: registers {','.join(registers) or '-'}, spills "
+                    f"{','.join(spills) or '-'}, shared {compiled.metadata.shared}, "
+                    f"{time.time() - start:.1f} s"
+                    + (" SERIALISED" if "C7510" in log or "C7515" in log else "")
+                )
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What the op tests share: random MoE operands, the comparison, and the sample CI runs."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# rms error over rms truth that honest float32 accumulation stays under; x 0.99 does not
+BOUND = {torch.float32: 3e-6, torch.float16: 0.7 * 2**-10, torch.bfloat16: 0.7 * 2**-7}
+
+
+def sample(cases: list[Any], keep: int) -> list[Any]:
+    """All cases; only about `keep` of them, always the same, run without a GPU (no bfloat16)."""
+
+    def name(case: Any) -> str:
+        return "-".join(str(part).replace("torch.", "") for part in case)
+
+    def mark(case: Any) -> Any:
+        drawn = zlib.crc32(name(case).encode()) % len(cases) < keep
+        plain = drawn and torch.bfloat16 not in case
+        return pytest.param(*case, id=name(case), marks=() if plain else pytest.mark.gpu)
+
+    return [mark(case) for case in cases]
+
+
+def moe(
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: int,
+    hidden: int,
+    inner: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    transposed: bool = False,
+    routing: str = "random",
+    grad: bool = True,
+) -> dict[str, Tensor]:
+    """Arguments of fused_experts; `routing` random, one (expert), repeat or sentinel."""
+    draw = torch.Generator().manual_seed(tokens * 31 + hidden)
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=draw) * std).to(device, dtype)
+
+    gate_up = normal(num_experts, 2 * inner, hidden, std=hidden**-0.5)
+    down = normal(num_experts, hidden, inner, std=inner**-0.5)
+    if transposed:  # the same logical weights, stored as Llama4 stores them
+        gate_up = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
+        down = down.transpose(1, 2).contiguous().transpose(1, 2)
+    index = torch.rand(tokens, num_experts, generator=draw).argsort(1)[:, :top_k]
+    if routing == "one":
+        index = torch.full_like(index, num_experts - 1)
+    elif routing == "repeat":
+        index = index[:, :1].expand(-1, top_k)
+    elif routing == "sentinel":
+        index = torch.where(torch.rand(index.shape, generator=draw) < 0.4, num_experts, index)
+    weights = torch.rand(tokens, top_k, generator=draw).add(0.1).to(device, dtype)
+    arguments = {
+        "hidden_states": normal(tokens, hidden),
+        "gate_up_proj": gate_up,
+        "down_proj": down,
+        "top_k_index": index.to(device),
+        "top_k_weights": weights,
+    }
+    for tensor in arguments.values():
+        tensor.requires_grad_(grad and tensor.is_floating_point())
+    return arguments
+
+
+def in_double(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same arguments for the float64 truth."""
+    return {
+        name: value.detach().double().requires_grad_(value.requires_grad)
+        if value.is_floating_point()
+        else value
+        for name, value in arguments.items()
+    }
+
+
+def gradients(out: Tensor, d_out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """torch.autograd.grad of the inputs that require it."""
+    return torch.autograd.grad(out, [x for x in inputs if x.requires_grad], d_out.to(out.dtype))
+
+
+def assert_close(ours: Tensor, truth: Tensor, dtype: torch.dtype, what: str = "tensor") -> None:
+    """Finite, the truth's shape, and within BOUND of it in rms and 8 times that at the worst."""
+    assert ours.shape == truth.shape, (what, ours.shape, truth.shape)
+    if not truth.numel():
+        return
+    error, truth = ours.double() - truth.double(), truth.double()
+    assert bool(torch.isfinite(ours).all()), f"{what} is not finite"
+    rms, scale = error.square().mean().sqrt(), truth.square().mean().sqrt()
+    bound = BOUND[dtype] * (1 if truth.numel() >= 64 else 4)  # a few elements have no statistics
+    assert rms <= bound * scale, f"{what}: rms error {rms / scale:.2e} of {bound:.1e}"
+    limit = 8 * bound * max(scale, truth.abs().max() / 4)
+    assert error.abs().max() <= limit, f"{what}: largest error {error.abs().max():.2e}"

@@ -1,0 +1,109 @@
+"""The kernels that fused_experts does not show by itself: the sort, the combine, tile choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops import assert_close
+
+from moe_patch import reference
+from moe_patch.order import ExpertOrder
+
+
+def sort(index, num_experts, block_m):
+    from moe_patch.kernels.sort_tokens import sort_tokens
+
+    numel = ExpertOrder.numel(index.numel(), num_experts, block_m)
+    buffer = torch.full((numel,), -7, dtype=torch.int32, device=index.device)
+    return sort_tokens(index, num_experts, block_m, buffer)
+
+
+def assert_same_order(ours, twin):
+    tiles = int(twin.num_tiles)
+    for name in ("expert_offsets", "row_to_slot", "slot_to_row", "num_tiles"):
+        assert torch.equal(getattr(ours, name), getattr(twin, name)), name
+    for name in ("tile_expert", "tile_row"):
+        assert torch.equal(getattr(ours, name)[:tiles], getattr(twin, name)[:tiles]), name
+
+
+def test_the_worked_example():
+    order = reference.sort_tokens(torch.tensor([[2, 0], [0, 4], [2, 2]]), 4, 2)
+    assert order.row_to_slot.tolist() == [1, 2, 0, 4, 5, 3]
+    assert order.expert_offsets.tolist() == [0, 2, 2, 5, 5]
+    assert order.slot_to_row.tolist() == [2, 0, 1, -1, 3, 4]
+    assert order.tile_expert[:3].tolist() == [0, 2, 2]
+    assert order.tile_row[:3].tolist() == [0, 2, 4]
+    assert order.num_tiles.tolist() == [3]
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("block_m", (16, 128))
+@pytest.mark.parametrize(
+    "size", [(3, 2, 4), (0, 2, 4), (7, 8, 128), (70, 3, 60), (130, 1, 7), (40, 8, 512), (9, 1, 1)]
+)
+def test_sort_equals_its_twin(device, size, block_m):
+    tokens, top_k, experts = size
+    index = torch.randint(-1, experts + 1, (tokens, top_k), device=device)
+    assert_same_order(sort(index, experts, block_m), reference.sort_tokens(index, experts, block_m))
+
+
+@given(
+    ids=st.lists(st.integers(-3, 9), max_size=90),
+    experts=st.integers(1, 8),
+    block_m=st.sampled_from((16, 32)),
+)
+def test_sort_of_any_ids(ids, experts, block_m):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    index = torch.tensor(ids, device=device, dtype=torch.int64)[:, None]
+    assert_same_order(sort(index, experts, block_m), reference.sort_tokens(index, experts, block_m))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "size", [(1000, 8, 128), (16384, 8, 128), (131072, 8, 128), (4096, 1, 16), (5000, 7, 509)]
+)
+@pytest.mark.parametrize("skew", (False, True))
+def test_sort_at_real_sizes(device, size, skew):
+    tokens, top_k, experts = size
+    index = torch.randint(0, experts + 1, (tokens, top_k), device=device)
+    if skew:
+        index = (torch.rand(tokens, top_k, device=device) ** 4 * experts).long()
+    twin = reference.sort_tokens(index, experts, 128)
+    assert_same_order(sort(index, experts, 128), twin)
+    assert_same_order(sort(index, experts, 128), twin)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("weighted", (False, True))
+def test_combine_equals_its_twin_and_skips_dropped_rows(device, weighted):
+    from moe_patch.kernels.combine import combine
+
+    index = torch.randint(0, 6, (11, 3), device=device)  # 5: dropped
+    order = reference.sort_tokens(index, 5, 16)
+    rows = torch.randn(33, 40, device=device)
+    rows[order.expert_offsets[-1] :] = float("nan")  # what a kernel may leave there
+    weights = torch.rand(11, 3, device=device) if weighted else None
+    ours = combine(rows, order.slot_to_row, 3, weights)
+    assert_close(ours, reference.combine(rows, order.slot_to_row, 3, weights), torch.float32)
+
+
+@pytest.mark.parametrize("rows", (1, 8, 20, 64, 150, 200, 5000))
+@pytest.mark.parametrize("shared", (65_536, 101_376, 166_912, 232_448))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_every_tile_fits_the_chip(monkeypatch, rows, shared, dtype):
+    """Stages are cut until the operands fit; three 4-byte kilobytes stay for the rest."""
+    from moe_patch.kernels import tiles
+
+    monkeypatch.setattr(tiles, "INTERPRET", False)
+    monkeypatch.setattr(tiles, "chip", lambda device: (90, shared, True))
+    height = tiles.block_m(rows * 128, 128, dtype)
+    for kernel in ("gate_up", "gemm", "dgate", "dw", "dw_gathered"):
+        tile = tiles.choose(kernel, height, 768, dtype, torch.device("cuda"))
+        columns = tile.bn * (2 if kernel == "gate_up" else 1)
+        depth = tile.stages - (2 if kernel == "dw_gathered" else 0)
+        assert max(depth, 1) * (tile.bm + columns) * tile.bk * dtype.itemsize <= shared - 4096
+        assert tile.stages >= 1
+        assert tile.bm * columns <= 256 * 128
+        assert kernel.startswith("dw") or tile.bm == height
