@@ -57,7 +57,7 @@ def _fake_forward(
     return (
         hidden_states.new_empty(hidden_states.shape),
         hidden_states.new_empty((slots, inner) if save else (0,)),
-        top_k_index.new_empty(numel, dtype=torch.int32),
+        top_k_index.new_empty(numel if save else 0, dtype=torch.int32),
     )
 
 
@@ -71,13 +71,20 @@ def _experts_forward(
     weight_on_input: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [T, H], pre-activation [S, 2I] or empty, order buffer)."""
+    """(out [T, H], pre-activation [S, 2I], order buffer); the last two empty unless `save`."""
     from .kernels.combine import combine
+    from .kernels.decode import decode, decodes
     from .kernels.gate_up import gate_up
     from .kernels.grouped_gemm import grouped_gemm as gemm
 
     with on_device(hidden_states.device):
         x, weights = _rows_contiguous(hidden_states), top_k_weights.contiguous()
+        if not save and decodes(top_k_index, gate_up_proj, down_proj):
+            index = top_k_index.contiguous()
+            out = decode(
+                x, gate_up_proj, down_proj, index, weights, weight_on_input=weight_on_input
+            )
+            return out, x.new_empty(0), index.new_empty(0, dtype=torch.int32)
         order, buffer = _sort(top_k_index, gate_up_proj.shape[0], x.dtype)
         act, pre = gate_up(
             x, gate_up_proj, order, weights, weight_on_input=weight_on_input, save_pre=save
@@ -86,7 +93,7 @@ def _experts_forward(
         out = combine(
             rows, order.slot_to_row, top_k_index.shape[1], None if weight_on_input else weights
         )
-    return out, pre, buffer
+    return out, pre, buffer if save else buffer.new_empty(0)
 
 
 def _fake_backward(

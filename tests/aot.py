@@ -95,6 +95,7 @@ def moe_launches(tokens, hidden, inner, num_experts, top_k, dtype, llama4=False)
             else:
                 w1 = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)
                 w2 = torch.empty(num_experts, hidden, inner, dtype=dtype)
+            experts._experts_forward(x, w1, w2, index, weights, llama4, False)
             _, pre, buffer = experts._experts_forward(x, w1, w2, index, weights, llama4, True)
             experts._experts_backward(
                 x, x, w1, w2, weights, pre, buffer, llama4, [True, True, True, True]
@@ -123,6 +124,8 @@ SHAPES = {  # tokens, hidden, inner, experts, top_k
     "llama4_scout": (4096, 5120, 8192, 16, 1),
     "odd": (100, 97, 41, 7, 3),
     "short": (64, 2048, 768, 128, 8),
+    "decode": (1, 2048, 768, 128, 8),
+    "one_token": (1, 5120, 8192, 16, 1),
 }
 
 
@@ -137,7 +140,7 @@ def main():
     done = set()
     for shape in options.shape:
         for dtype in options.dtype:
-            arguments = (*SHAPES[shape], getattr(torch, dtype), shape == "llama4_scout")
+            arguments = (*SHAPES[shape], getattr(torch, dtype), shape in ("llama4_scout", "one_token"))
             for launch in moe_launches(*arguments):
                 key = repr((launch[0].__name__, *launch[1:]))
                 if key in done:

@@ -64,6 +64,21 @@ def test_larger_sizes(device, size, dtype, weight_on):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("weight_on", ("output", "input"))
+@pytest.mark.parametrize("routing", ("random", "sentinel", "repeat"))
+@pytest.mark.parametrize("size", [(1, 64, 32, 8, 2), (1, 97, 41, 5, 3), (2, 48, 1040, 64, 8)], ids=str)
+def test_decoding_without_a_sort(device, size, routing, weight_on):
+    """Few slots and no gradient wanted: the vector kernels, checked against the same truth."""
+    from moe_patch.kernels.decode import decodes
+
+    arguments = moe(device, torch.float16, *size, routing=routing, grad=False)
+    matrices = (arguments[n] for n in ("top_k_index", "gate_up_proj", "down_proj"))
+    assert decodes(*matrices)
+    truth = reference.fused_experts(**in_double(arguments), weight_on=weight_on)
+    assert_close(fused_experts(**arguments, weight_on=weight_on), truth, torch.float16)
+
+
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("routing", ("one", "repeat"))
 @pytest.mark.parametrize("weight_on", ("output", "input"))
 def test_skewed_routing(device, routing, weight_on):

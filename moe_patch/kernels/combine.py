@@ -38,7 +38,7 @@ def combine(
     tokens, hidden = slot_to_row.numel() // top_k, rows.shape[1]
     out = rows.new_empty(tokens, hidden)
     if tokens:
-        block = min(2048, triton.next_power_of_2(hidden))
+        block = min(2048 if tokens >= 256 else 256, triton.next_power_of_2(hidden))
         combine_kernel[(tokens, triton.cdiv(hidden, block))](
             rows, slot_to_row, rows if weights is None else weights, out,
             H=hidden, TOP_K=top_k, WEIGHTED=weights is not None, BLOCK=block, num_warps=4,

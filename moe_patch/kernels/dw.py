@@ -6,16 +6,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..order import ExpertOrder
-from .tiles import INTERPRET, choose, dot_precision
+from .tiles import INTERPRET, choose, describable, dot_precision, use_tma
 
 
 @triton.jit
 def dw_kernel(
-    p, q, dw, row_to_slot, expert_offsets,
+    p, q, q_box, dw, row_to_slot, expert_offsets,
     stride_p, stride_q, stride_e, stride_m, stride_n,
-    M: tl.constexpr, N: tl.constexpr, GATHER: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -25,12 +26,28 @@ def dw_kernel(
     expert = pid // (NUM_M * NUM_N)
     pid = pid % (NUM_M * NUM_N)
     m = (pid % NUM_M) * BM + tl.arange(0, BM)
-    n = (pid // NUM_M) * BN + tl.arange(0, BN)
+    n0 = (pid // NUM_M) * BN
+    n = n0 + tl.arange(0, BN)
     begin = tl.load(expert_offsets + expert)
     end = tl.load(expert_offsets + expert + 1)
+    full = begin
+    if TMA:
+        full = begin + (end - begin) // BK * BK
 
     acc = tl.zeros([BM, BN], dtype=tl.float32)
-    for row in range(begin, end, BK):
+    if TMA:  # only whole blocks: a box cannot end where the expert does
+        for row in range(begin, full, BK):
+            source = row + tl.arange(0, BK)
+            if GATHER > 0:
+                source = tl.load(row_to_slot + source) // GATHER
+            at = p + source.to(tl.int64)[:, None] * stride_p + m[None, :]
+            a = tl.load(at) if M % BM == 0 else tl.load(at, mask=m[None, :] < M, other=0.0)
+            b = q_box.load([row, n0])
+            if UPCAST:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+    for row in range(full, end, BK):
         rows = row + tl.arange(0, BK)
         mask = (rows < end)[:, None]
         source = rows
@@ -57,11 +74,14 @@ def dw(p: Tensor, q: Tensor, order: ExpertOrder, *, gather: int = 0, out: Tensor
     """
     experts, m, n = out.shape
     tile = choose("dw_gathered" if gather else "dw", 128, n, p.dtype, p.device)
+    long = q.shape[0] >= 512 * experts  # else the masked tail is most of the loop
+    tma = long and use_tma(p.device) and describable(q)
     grid = (experts * triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn),)
     dw_kernel[grid](
-        p, q, out, order.row_to_slot, order.expert_offsets,
+        p, q, TensorDescriptor.from_tensor(q, [tile.bk, tile.bn]) if tma else q, out,
+        order.row_to_slot, order.expert_offsets,
         p.stride(0), q.stride(0), *out.stride(),
-        M=m, N=n, GATHER=gather,
+        M=m, N=n, GATHER=gather, TMA=tma,
         UPCAST=INTERPRET and p.dtype == torch.bfloat16, PRECISION=dot_precision(p.dtype),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from .tiles import (
     load_rows,
     load_weight,
     silu_mul,
+    use_tma,
     weight_operand,
 )
 
@@ -27,7 +28,8 @@ def gate_up_kernel(
     stride_x, stride_e, stride_n, stride_k,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, SAVE_PRE: tl.constexpr,
-    TMA: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, K_MAJOR: tl.constexpr, ONE_DOT: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -43,14 +45,22 @@ def gate_up_kernel(
     x_rows = x + (slot // TOP_K).to(tl.int64)[:, None] * stride_x
 
     n0 = column * BN
-    gate = tl.zeros([BM, BN], dtype=tl.float32)
-    up = tl.zeros([BM, BN], dtype=tl.float32)
-    for k in range(0, H, BK):
-        a = load_rows(x_rows, k, H, BK, UPCAST)
-        b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
-        gate = tl.dot(a, b, gate, input_precision=PRECISION)
-        b = load_weight(w, expert, I + n0, k, stride_e, stride_n, stride_k, 2 * I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
-        up = tl.dot(a, b, up, input_precision=PRECISION)
+    if ONE_DOT:
+        both = tl.zeros([BM, 2 * BN], dtype=tl.float32)
+        for k in range(0, H, BK):
+            a = load_rows(x_rows, k, H, BK, UPCAST)
+            b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, I, H, BN, BK, TMA, K_MAJOR, UPCAST, 2)  # fmt: skip # noqa: E501
+            both = tl.dot(a, b, both, input_precision=PRECISION)
+        gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
+    else:  # N-major TMA boxes of the two halves cannot stand side by side in one operand
+        gate = tl.zeros([BM, BN], dtype=tl.float32)
+        up = tl.zeros([BM, BN], dtype=tl.float32)
+        for k in range(0, H, BK):
+            a = load_rows(x_rows, k, H, BK, UPCAST)
+            b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
+            gate = tl.dot(a, b, gate, input_precision=PRECISION)
+            b = load_weight(w, expert, I + n0, k, stride_e, stride_n, stride_k, 2 * I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
+            up = tl.dot(a, b, up, input_precision=PRECISION)
 
     n = n0 + tl.arange(0, BN)[None, :]
     mask = mask[:, None] & (n < I)
@@ -86,7 +96,8 @@ def gate_up(
     if slots == 0:
         return act, pre
     tile = choose("gate_up", order.block_m, inner, x.dtype, x.device)
-    operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
+    one_dot = weight.stride(2) == 1 or not use_tma(x.device)
+    operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk, 2 if one_dot else 1)
     grid = (order.tile_expert.numel() * triton.cdiv(inner, tile.bn),)
     gate_up_kernel[grid](
         x, operand, slot_weight, pre, act,
@@ -94,7 +105,7 @@ def gate_up(
         x.stride(0), *weight.stride(),
         H=hidden, I=inner, TOP_K=slots // x.shape[0],
         WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre,
-        TMA=tma, K_MAJOR=k_major, UPCAST=INTERPRET and x.dtype == torch.bfloat16,
+        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, UPCAST=INTERPRET and x.dtype == torch.bfloat16,
         PRECISION=dot_precision(x.dtype),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
         num_warps=tile.warps, num_stages=tile.stages,

@@ -77,6 +77,13 @@ def place_kernel(
     tl.store(tile_row + tile, row, mask=leads)
 
 
+def _block(slots: int) -> int:
+    """Slots a program sorts: small sorts are fast, many programs read many counts."""
+    if INTERPRET or slots <= 512:
+        return min(64 if INTERPRET else 512, max(16, triton.next_power_of_2(slots)))
+    return 256 if slots <= 1 << 14 else 512 if slots <= 1 << 16 else 1024 if slots <= 1 << 18 else 2048
+
+
 def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Tensor) -> ExpertOrder:
     """Sorts the slots of top_k_index [T, K] (any integer dtype, contiguous) into `buffer`.
 
@@ -86,8 +93,7 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Ten
     slots = top_k_index.numel()
     order = ExpertOrder.view(buffer, slots, num_experts, block_m)
     bins = triton.next_power_of_2(num_experts + 2)
-    largest = 64 if INTERPRET else 1024 if slots <= 1 << 18 else 2048
-    block = min(largest, max(16, triton.next_power_of_2(slots)))
+    block = _block(slots)
     blocks = max(1, triton.cdiv(slots, block))
     work = torch.empty((4, blocks, bins), dtype=torch.int32, device=buffer.device)
     counts, scratch = work[0], work[1:]

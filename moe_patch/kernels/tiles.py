@@ -62,6 +62,7 @@ def choose(kernel: str, bm: int, n: int, dtype: torch.dtype, device: torch.devic
     itemsize = dtype.itemsize
     if INTERPRET:
         return Tile(bm, 32, 32, 4, 1)
+    gathered = kernel == "dw_gathered"
     if kernel.startswith("dw"):
         bm = 64 if dtype == torch.float32 or shared < 160_000 else 128
     if dtype == torch.float32:
@@ -69,27 +70,33 @@ def choose(kernel: str, bm: int, n: int, dtype: torch.dtype, device: torch.devic
     elif shared < 160_000:  # Ada, consumer Blackwell, CDNA: 64 to 100 KB
         tile = Tile(bm, 64, 32, 4, 3)
     elif bm == 128:
-        stages = {"gate_up": 4, "gemm": 4, "dgate": 3, "dw": 4, "dw_gathered": 5}[kernel]
-        tile = Tile(bm, 128 if kernel == "gate_up" else 256, 64, 8, stages)
+        tile = Tile(bm, 128 if kernel == "gate_up" else 256, 64, 8, 5 if gathered else 4)
     elif bm == 64:
-        tile = Tile(bm, 64 if kernel == "gate_up" else 128, 64, 4, 4)
+        tile = Tile(bm, 128, 64, 4, 4)
     else:
         tile = Tile(bm, 64, 128, 4, 4)
     bn = min(tile.bn, max(16, triton.next_power_of_2(n)))
     tile = Tile(tile.bm, bn, tile.bk, tile.warps, tile.stages, tile.group_m)
-    if kernel == "dw_gathered":  # the index load in the loop takes two stages of the pipeline
+    if gathered:  # the index load in the loop takes two stages of the pipeline
         return fit_stages(tile, bn, itemsize, shared, idle=2)
     return fit_stages(tile, 2 * bn if kernel == "gate_up" else bn, itemsize, shared)
 
 
-def weight_operand(weight: Tensor, bn: int, bk: int) -> tuple[Tensor | TensorDescriptor, bool, bool]:
-    """A logical [E, N, K] weight as a kernel argument: (tensor or TMA descriptor, is TMA, K-major)."""
+def weight_operand(
+    weight: Tensor, bn: int, bk: int, halves: int = 1
+) -> tuple[Tensor | TensorDescriptor, bool, bool]:
+    """A logical [E, N, K] weight as a kernel argument: (tensor or TMA descriptor, is TMA, K-major).
+
+    halves = 2: blocks of 2 * bn columns, bn of each half of N; K-major weights only.
+    """
     k_major = weight.stride(2) == 1
     if not use_tma(weight.device) or not (k_major or weight.stride(1) == 1):
         return weight, False, k_major
     stored = weight if k_major else weight.transpose(1, 2)
     if not describable(stored):
         return weight, False, k_major
+    if halves == 2:
+        return TensorDescriptor.from_tensor(stored.unflatten(1, (2, -1)), [1, 2, bn, bk]), True, True
     block = [1, bn, bk] if k_major else [1, bk, bn]
     return TensorDescriptor.from_tensor(stored, block), True, k_major
 
@@ -125,18 +132,25 @@ def find_tile(pid, num_tiles, num_n, GROUP_M: tl.constexpr):
 def load_weight(
     w, expert, n0, k0, stride_e, stride_n, stride_k, n_end,
     K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TMA: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr,
+    TMA: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr, HALVES: tl.constexpr = 1,
 ):  # fmt: skip
-    """[BK, BN] of the logical [E, N, K] weight; zero past n_end and K (TMA: past the tensor)."""
+    """[BK, BN] of the logical [E, N, K] weight; zero past n_end and K (TMA: past the tensor).
+
+    HALVES 2: [BK, 2 * BN], columns n0 ... of the first n_end, then the same of the second n_end.
+    """
     if TMA:
-        if K_MAJOR:
+        if HALVES == 2:
+            tile = w.load([expert, 0, n0, k0]).reshape(2 * BN, BK).T
+        elif K_MAJOR:
             tile = w.load([expert, n0, k0]).reshape(BN, BK).T
         else:
             tile = w.load([expert, k0, n0]).reshape(BK, BN)
     else:
-        n = n0 + tl.arange(0, BN)
+        column = tl.arange(0, HALVES * BN)
+        n = n0 + column % BN
         k = k0 + tl.arange(0, BK)
-        at = w + expert.to(tl.int64) * stride_e + n[None, :] * stride_n + k[:, None] * stride_k
+        at = w + expert.to(tl.int64) * stride_e + k[:, None] * stride_k
+        at += (n + column // BN * n_end)[None, :] * stride_n
         if K % BK == 0:
             tile = tl.load(at, mask=n[None, :] < n_end, other=0.0)
         else:
