@@ -248,8 +248,7 @@ def _check(
         raise ValueError(f"gate_up_proj has {inner} rows an expert, an even number is needed.")
     if top_k_index.dim() != 2 or top_k_index.shape[0] != tokens:
         raise ValueError(
-            f"top_k_index must be [{tokens}, K], one row a token, found "
-            f"{tuple(top_k_index.shape)}."
+            f"top_k_index must be [{tokens}, K], one row a token, found {tuple(top_k_index.shape)}."
         )
     if top_k_weights.shape != top_k_index.shape:
         raise ValueError(

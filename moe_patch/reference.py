@@ -75,7 +75,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
     """Twin of :func:`moe_patch.kernels.combine.combine`: weighted sum of each token's K rows."""
-    picked = rows[slot_to_row.clamp(min=0).long()].to(torch.promote_types(rows.dtype, torch.float32))
+    picked = rows[slot_to_row.clamp(min=0).long()].to(
+        torch.promote_types(rows.dtype, torch.float32)
+    )
     if weights is not None:
         picked = picked * weights.reshape(-1, 1)
     picked = picked.masked_fill((slot_to_row < 0)[:, None], 0)
@@ -107,7 +109,7 @@ def fused_experts(
     *,
     weight_on: str = "output",
 ) -> Tensor:
-    """Twin of :func:`moe_patch.experts.fused_experts`: a loop over experts, in the weights' dtype."""
+    """Twin of :func:`moe_patch.experts.fused_experts`: a loop over experts, in their dtype."""
     x = hidden_states.to(gate_up_proj.dtype)
     out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     for expert in range(gate_up_proj.shape[0]):
@@ -117,5 +119,7 @@ def fused_experts(
         if weight_on == "input":
             rows = (rows * weight).to(x.dtype)
         rows = silu_mul(rows @ gate_up_proj[expert].T) @ down_proj[expert].T
-        out = out.index_add(0, token, rows * weight if weight_on == "output" else rows.to(out.dtype))
+        out = out.index_add(
+            0, token, rows * weight if weight_on == "output" else rows.to(out.dtype)
+        )
     return out.to(hidden_states.dtype)

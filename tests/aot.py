@@ -140,7 +140,11 @@ def main():
     done = set()
     for shape in options.shape:
         for dtype in options.dtype:
-            arguments = (*SHAPES[shape], getattr(torch, dtype), shape in ("llama4_scout", "one_token"))
+            arguments = (
+                *SHAPES[shape],
+                getattr(torch, dtype),
+                shape in ("llama4_scout", "one_token"),
+            )
             for launch in moe_launches(*arguments):
                 key = repr((launch[0].__name__, *launch[1:]))
                 if key in done:

@@ -66,7 +66,9 @@ def test_larger_sizes(device, size, dtype, weight_on):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("weight_on", ("output", "input"))
 @pytest.mark.parametrize("routing", ("random", "sentinel", "repeat"))
-@pytest.mark.parametrize("size", [(1, 64, 32, 8, 2), (1, 97, 41, 5, 3), (2, 48, 1040, 64, 8)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(1, 64, 32, 8, 2), (1, 97, 41, 5, 3), (2, 48, 1040, 64, 8)], ids=str
+)
 def test_decoding_without_a_sort(device, size, routing, weight_on):
     """Few slots and no gradient wanted: the vector kernels, checked against the same truth."""
     from moe_patch.kernels.decode import decodes
@@ -97,7 +99,8 @@ def test_empty_experts_and_dropped_ids(device, ids):
     """First, last, all or all but one expert empty; ids out of range either way are dropped."""
     arguments = moe(device, torch.float32, 24, 32, 16, 6, 2)
     index = arguments["top_k_index"]
-    arguments["top_k_index"] = torch.where(torch.isin(index, torch.tensor(ids, device=device)), -1, index)
+    absent = torch.isin(index, torch.tensor(ids, device=device))
+    arguments["top_k_index"] = torch.where(absent, -1, index)
     out, d_hidden, d_gate_up, _, d_weights = compare(arguments)
     dropped = arguments["top_k_index"] < 0
     assert not d_weights[dropped].any()

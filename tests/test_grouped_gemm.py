@@ -71,9 +71,17 @@ def test_grouped_gemm(device, size, dtype, variant, direction, mode, routing):
         gather = d_out.shape[0] // max(x.shape[0], 1) if how["gather"] else 0
         wanted = [direction == "dX", direction == "dW"]
         d_x, d_weight = _grouped_gemm_backward(
-            d_out, x.detach(), weight.detach(), fields, order.block_m, gather, how["scatter"], wanted
+            d_out,
+            x.detach(),
+            weight.detach(),
+            fields,
+            order.block_m,
+            gather,
+            how["scatter"],
+            wanted,
         )
-        assert_close(d_x if direction == "dX" else d_weight, exact_x if direction == "dX" else exact_w, dtype)  # fmt: skip # noqa: E501
+        ours, exact = (d_x, exact_x) if direction == "dX" else (d_weight, exact_w)
+        assert_close(ours, exact, dtype)
 
 
 def test_gather_then_scatter_makes_the_block(device):

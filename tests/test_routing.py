@@ -11,7 +11,17 @@ from ops import DTYPES, assert_close, sample
 from moe_patch import reference
 from moe_patch.routing import select_experts
 
-SIZES = [(1, 8, 2), (1, 16, 1), (1, 1, 1), (5, 7, 3), (33, 128, 8), (64, 60, 1), (9, 16, 16), (2, 1, 1), (40, 512, 8)]
+SIZES = [
+    (1, 8, 2),
+    (1, 16, 1),
+    (1, 1, 1),
+    (5, 7, 3),
+    (33, 128, 8),
+    (64, 60, 1),
+    (9, 16, 16),
+    (2, 1, 1),
+    (40, 512, 8),
+]
 CASES = list(itertools.product(SIZES, DTYPES, ("softmax", "sigmoid"), (False, True)))
 
 

@@ -19,12 +19,12 @@ import torch
 def why_not(device_type: str) -> str | None:
     """None when the kernels run on this kind of device, else the reason in one sentence."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (it exists for Linux only), so the fused kernels cannot run"
+        return "Triton is not installed (it is for Linux only), so the fused kernels cannot run"
     if device_type == "cuda":
         return None
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    return f"the fused kernels need a GPU that Triton supports, and the tensors are on {device_type}"
+    return f"the fused kernels need a GPU that Triton knows, and the tensors are on {device_type}"
 
 
 def require(device: torch.device) -> None:
@@ -34,7 +34,9 @@ def require(device: torch.device) -> None:
     """
     reason = None if torch.compiler.is_compiling() else why_not(device.type)
     if reason:
-        raise RuntimeError(f"{reason}; moe_patch.reference has the same functions in plain PyTorch.")
+        raise RuntimeError(
+            f"{reason}; moe_patch.reference has the same functions in plain PyTorch."
+        )
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,9 +27,7 @@ def combine_kernel(
     tl.store(out + token * H + h, acc.to(out.dtype.element_ty), mask=h < H)
 
 
-def combine(
-    rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | None = None
-) -> Tensor:
+def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
     """out[t] = sum over choices of weights[t, k] * rows[slot_to_row[t * top_k + k]] -> [T, H].
 
     rows [S, H], slot_to_row [S], weights [T, K] or None for a plain sum; dropped slots count zero.

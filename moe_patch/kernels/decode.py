@@ -68,7 +68,7 @@ def decodes(top_k_index: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> boo
     """Whether the slots are so few that their experts hardly repeat and a sort would not pay."""
     tokens, top_k = top_k_index.shape
     few = tokens == 1 or 4 * tokens * top_k <= gate_up_proj.shape[0]
-    return 0 < tokens and few and gate_up_proj.stride(2) == 1 and down_proj.stride(2) == 1
+    return tokens > 0 and few and gate_up_proj.stride(2) == 1 and down_proj.stride(2) == 1
 
 
 def decode(

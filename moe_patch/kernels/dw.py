@@ -55,7 +55,9 @@ def dw_kernel(
             source = tl.load(row_to_slot + rows, mask=rows < end, other=0) // GATHER
         p_mask = mask if M % BM == 0 else mask & (m[None, :] < M)
         q_mask = mask if N % BN == 0 else mask & (n[None, :] < N)
-        a = tl.load(p + source.to(tl.int64)[:, None] * stride_p + m[None, :], mask=p_mask, other=0.0)
+        a = tl.load(
+            p + source.to(tl.int64)[:, None] * stride_p + m[None, :], mask=p_mask, other=0.0
+        )
         b = tl.load(q + rows.to(tl.int64)[:, None] * stride_q + n[None, :], mask=q_mask, other=0.0)
         if UPCAST:
             a = a.to(tl.float32)

@@ -1,4 +1,4 @@
-"""Grouped GEMM over rows in expert order: out[r] = x[r] W[e_r]^T, with optional gather or scatter."""
+"""Grouped GEMM over rows in expert order, out[r] = x[r] W[e_r]^T, with gather or scatter fused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,13 @@ def grouped_gemm_kernel(
 
 
 def grouped_gemm(
-    x: Tensor, weight: Tensor, order: ExpertOrder, *, gather: int = 0, scatter: bool = False, out: Tensor
+    x: Tensor,
+    weight: Tensor,
+    order: ExpertOrder,
+    *,
+    gather: int = 0,
+    scatter: bool = False,
+    out: Tensor,
 ) -> Tensor:
     """Writes x @ weight[e]^T into `out` [S, N] for weight [E, N, K] and returns it.
 

@@ -81,7 +81,7 @@ def _block(slots: int) -> int:
     """Slots a program sorts: small sorts are fast, many programs read many counts."""
     if INTERPRET or slots <= 512:
         return min(64 if INTERPRET else 512, max(16, triton.next_power_of_2(slots)))
-    return 256 if slots <= 1 << 14 else 512 if slots <= 1 << 16 else 1024 if slots <= 1 << 18 else 2048
+    return next((b for b in (256, 512, 1024) if slots <= b * b // 4), 2048)
 
 
 def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Tensor) -> ExpertOrder:

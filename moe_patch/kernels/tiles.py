@@ -50,7 +50,7 @@ def block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
 
 
 def fit_stages(tile: Tile, columns: int, itemsize: int, shared: int, idle: int = 0) -> Tile:
-    """The same tile with as many stages as shared memory holds (`columns` weight columns a stage)."""
+    """The same tile with as many stages of (bm + columns) * bk as shared memory holds."""
     stage = (tile.bm + columns) * tile.bk * itemsize
     stages = max(1, min(tile.stages, (shared - 4096) // stage + idle))
     return Tile(tile.bm, tile.bn, tile.bk, tile.warps, stages, tile.group_m)
@@ -96,7 +96,11 @@ def weight_operand(
     if not describable(stored):
         return weight, False, k_major
     if halves == 2:
-        return TensorDescriptor.from_tensor(stored.unflatten(1, (2, -1)), [1, 2, bn, bk]), True, True
+        return (
+            TensorDescriptor.from_tensor(stored.unflatten(1, (2, -1)), [1, 2, bn, bk]),
+            True,
+            True,
+        )
     block = [1, bn, bk] if k_major else [1, bk, bn]
     return TensorDescriptor.from_tensor(stored, block), True, k_major
 

@@ -103,7 +103,7 @@ def topk(
         topk_kernel[grid](
             router_logits, index, weights, tokens, router_logits.stride(0),
             E=experts, K=top_k, SIGMOID=sigmoid, RENORMALIZE=renormalize,
-            EP=padded, KP=max(2, triton.next_power_of_2(top_k)),  # tl.topk fails on a single element
+            EP=padded, KP=max(2, triton.next_power_of_2(top_k)),  # tl.topk fails on one element
             BLOCK=block, num_warps=4,
         )  # fmt: skip
     return index, weights
