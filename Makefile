@@ -1,0 +1,60 @@
+# `make help` says what there is. Needs Python 3.10 or later, pip and make; no GPU.
+PYTHON       ?= python3
+JOBS         ?= 2
+ARGS         ?=
+VENV_FLAGS   ?=
+TESTED       := $(shell sed -n 's/^transformers==//p' constraints.txt)
+TRANSFORMERS ?= $(TESTED)
+VENV         ?= .venv$(if $(filter-out $(TESTED),$(TRANSFORMERS)),-$(TRANSFORMERS))
+RUN          := $(VENV)/bin/python
+
+.PHONY: help parity test bench lint format venv clean
+
+help:
+	@echo 'make parity   prove on small Qwen3-MoE and Llama4 models that patched equals unpatched'
+	@echo 'make test     the test suite; without a GPU the kernels run in Triton'\''s interpreter'
+	@echo 'make bench    speed against Hugging Face'\''s own implementations (needs a GPU)'
+	@echo 'make lint     ruff, check and format;   make format   apply both'
+	@echo 'make venv     only make $(VENV) and install into it; the others do so when they need to'
+	@echo 'make clean    remove every .venv*, build output and cache'
+	@echo
+	@echo 'Options, as in  make test ARGS="-k sort_tokens -x" JOBS=8'
+	@echo '  ARGS=...              passed on to pytest, parity or bench (ARGS="--help" lists theirs)'
+	@echo '  JOBS=$(JOBS)                test processes'
+	@echo '  TRANSFORMERS=$(TRANSFORMERS)   the version to install, in an environment of its own'
+	@echo '  PYTHON=$(PYTHON)        the Python that makes the environment'
+	@echo '  VENV_FLAGS=--system-site-packages   use the torch that PYTHON already has'
+
+parity: $(VENV)/installed
+	$(RUN) -m moe_patch parity $(ARGS)
+
+test: $(VENV)/installed
+	$(RUN) -m pytest -n $(JOBS) $(ARGS)
+
+bench: $(VENV)/installed
+	$(RUN) -m moe_patch bench $(ARGS)
+
+lint: $(VENV)/installed
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: $(VENV)/installed
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+venv: $(VENV)/installed
+
+# Debian's python3 has venv but not ensurepip; there, PYTHON's own pip brings the first one.
+$(VENV)/installed: setup.py pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("moe_patch needs Python 3.10 or later, found %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || { \
+	  $(PYTHON) -m venv $(VENV_FLAGS) --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(RUN) install --quiet pip; }
+	$(RUN) -m pip install --quiet --upgrade pip
+	sed 's/^transformers==.*/transformers==$(TRANSFORMERS)/' constraints.txt > $(VENV)/constraints.txt
+	$(RUN) -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,26 @@
+"""Patches for the models of transformers, imported as moe_patch.models.
+
+decorated.py covers every family whose experts use HF's @use_experts_implementation. A file here
+named after a family adds what that cannot reach: a fused router, or a whole block.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from torch import nn
+
+FAMILIES = (
+    "llama4",
+    "qwen3_moe",
+)
+
+SWAPS: dict[type[nn.Module], type[nn.Module]] = {}
+"""{HF class: its fused subclass}. A module is swapped by setting `__class__`, and back."""
+
+for _family in FAMILIES:
+    try:
+        SWAPS.update(importlib.import_module(f"{__name__}.{_family}").SWAPS)
+    except ModuleNotFoundError as error:  # this transformers does not have the family
+        if not (error.name or "").startswith("transformers.models."):
+            raise

@@ -1,0 +1,219 @@
+"""Experts classes with Hugging Face's @use_experts_implementation (its integrations/moe.py).
+
+That decorator makes `experts.forward` look up a function by name on every call, so the parameters,
+hooks and wrappers around the module never notice which function runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8ExpertsInterface
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    ExpertsInterface,
+    _default_apply_gate,
+)
+
+from .. import kernels
+from ..experts import DTYPES, fused_experts
+
+NAME = "moe_patch"
+"""Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
+
+ENABLED = os.environ.get("MOE_PATCH") != "0"
+"""False under MOE_PATCH=0: every patched module runs HF's own forward."""
+
+
+class ExpertsConfig:
+    """Stands in for `experts.config`, and differs from it in the experts implementation alone.
+
+    HF's switch is a field of a config that models share, so switching there would patch every
+    model built from it; this switches one module. `original` is the config behind it.
+    """
+
+    def __init__(self, original: Any, implementation: str = NAME) -> None:
+        self.original = original
+        self._experts_implementation = implementation
+
+    def __getattr__(self, name: str) -> Any:
+        # no `original` yet while unpickling; dunders are asked of this class, not of the config
+        if name == "original" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+
+def register() -> None:
+    """Adds "moe_patch" to HF's experts implementations."""
+    ExpertsInterface.register(NAME, experts_forward)
+    FP8ExpertsInterface.register(NAME, _fp8_experts_forward)
+
+
+def is_decorated(module: nn.Module) -> bool:
+    """Whether the forward of the module's class is the dispatch that HF's decorator writes."""
+    return dispatches(type(module))
+
+
+def dispatches(cls: type) -> bool:
+    """Whether `cls.forward` is the dispatch that HF's decorator writes. An override is not."""
+    forward = getattr(cls, "forward", None)
+    names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(forward, "__closure__", None) or ()))
+    interface = cells.get("experts_interface")
+    return interface is not None and isinstance(interface.cell_contents, ExpertsInterface)
+
+
+def why_not_fused(experts: nn.Module) -> str | None:
+    """None when `patch` can fuse these decorated experts, else the reason in one sentence."""
+    # Tensor and expert parallelism replace forward by a closure that still calls the dispatch.
+    if replaced_forward(experts) and not getattr(experts, "_is_hooked", False):
+        return "the experts' forward was replaced on the instance: patch before that"
+    return why_not_weights(experts) or _why_not_form(experts)
+
+
+def replaced_forward(module: nn.Module) -> bool:
+    """Whether the instance carries a forward of its own, so that its class's is not what runs."""
+    own = vars(module)
+    forward = own.get("_old_forward", own.get("forward"))  # accelerate keeps the real one there
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def why_not_weights(experts: nn.Module) -> str | None:
+    """None when the kernels can read the experts' weights, else the reason in one sentence."""
+    gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
+        return "there are no gate_up_proj and down_proj tensors: only gated experts can be fused"
+    if gate_up.is_meta and not hasattr(experts, "_hf_hook"):  # accelerate brings them when called
+        return "the weights are on the meta device: patch after they are loaded"
+    if _is_dtensor(gate_up):  # local tensors by the time they are used, or HF's forward runs
+        return None
+    return _why_not_weights(gate_up, down)
+
+
+def why_not_activation(act_fn: Any) -> str | None:
+    """None when the activation is SiLU, else the reason in one sentence."""
+    if isinstance(act_fn, (SiLUActivation, nn.SiLU)) or act_fn is F.silu:
+        return None
+    name = getattr(act_fn, "__name__", type(act_fn).__name__)
+    return f"the activation is {name}: only SiLU can be fused"
+
+
+def runs_fused(*tensors: Tensor) -> bool:
+    """Whether kernels take these tensors now; the first says on which device. Warns once if not."""
+    return ENABLED and not _warn(_why_not_run(*tensors))
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The function behind the name "moe_patch": fused where it can be, else HF's own.
+
+    Args as HF's: the experts module, hidden_states [T, H], top_k_index and top_k_weights [T, K].
+    """
+    if not ENABLED:
+        return _hf_forward(self, hidden_states, top_k_index, top_k_weights)
+    reason = _why_not_form(self)
+    if reason is None:
+        gate_up, down = self.gate_up_proj, self.down_proj  # PEFT computes them: read them once
+        reason = _why_not_weights(gate_up, down)
+    if reason is not None:
+        reason = f"{type(self).__name__} is not fused, {reason}"
+    if _warn(reason or _why_not_run(hidden_states, top_k_weights)):
+        return _hf_forward(self, hidden_states, top_k_index, top_k_weights)
+    if self.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return fused_experts(hidden_states, gate_up, down, top_k_index, top_k_weights)
+
+
+def restore_default(module: nn.Module) -> None:
+    """Undoes experts_implementation="moe_patch" in the module's config: HF's default returns."""
+    config = getattr(module, "config", None)
+    if getattr(config, "_experts_implementation", None) == NAME:
+        is_model = isinstance(module, PreTrainedModel)
+        default = module.get_correct_experts_implementation(None) if is_model else "grouped_mm"
+        config._experts_implementation_internal = default
+
+
+def _hf_forward(self: nn.Module, *args: Tensor) -> Tensor:
+    config = self.config.original if isinstance(self.config, ExpertsConfig) else self.config
+    name = config._experts_implementation
+    eager = type(self).forward.__wrapped__
+    return ALL_EXPERTS_FUNCTIONS.get_interface("grouped_mm" if name == NAME else name, eager)(
+        self, *args
+    )
+
+
+def _fp8_experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    _warn(f"{type(self).__name__} is not fused, the weights are FP8")
+    return ALL_FP8_EXPERTS_FUNCTIONS["grouped_mm"](self, *args, **kwargs)
+
+
+def _why_not_form(experts: nn.Module) -> str | None:
+    if not experts.has_gate:
+        return "the experts have no gate: only SwiGLU can be fused"
+    if experts.has_bias:
+        return "the experts have biases: only experts without can be fused"
+    if not experts.is_concatenated:
+        return "gate and up rows are interleaved: only all gate rows first can be fused"
+    if getattr(experts, "has_post_expert_norm", False):
+        return "each expert normalises its output: only experts without that can be fused"
+    if type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts):
+        return "the experts have a gate function of their own: only silu(gate) * up can be fused"
+    return why_not_activation(getattr(experts, "act_fn", None))
+
+
+def _why_not_weights(gate_up: Tensor, down: Tensor) -> str | None:
+    if gate_up.dtype != down.dtype:
+        return f"the weights are {gate_up.dtype} and {down.dtype}: one dtype is needed"
+    if gate_up.dtype not in DTYPES:
+        return f"the weights are {gate_up.dtype}: bfloat16, float16 or float32 is needed"
+    if type(gate_up) not in (Tensor, nn.Parameter) or type(down) not in (Tensor, nn.Parameter):
+        return f"the weights are {type(gate_up).__name__}s: plain tensors are needed"
+    if gate_up.device != down.device:
+        return f"the weights are on {gate_up.device} and {down.device}: one device is needed"
+    return None
+
+
+def _why_not_run(*tensors: Tensor) -> str | None:
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            return f"a tensor is {tensor.dtype}: bfloat16, float16 or float32 is needed"
+    return _why_not_device(tensors[0].device.type)
+
+
+@torch.compiler.assume_constant_result
+def _why_not_device(device_type: str) -> str | None:
+    return kernels.why_not(device_type)
+
+
+def _warn(reason: str | None) -> bool:
+    """Whether there is a reason to run HF's own forward, said once."""
+    if reason is not None:
+        _warn_once(f"moe_patch runs Hugging Face's own forward: {reason}.")
+    return reason is not None
+
+
+@torch.compiler.assume_constant_result
+def _warn_once(message: str) -> None:
+    _warn_uncompiled(message)
+
+
+@functools.cache
+def _warn_uncompiled(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)

@@ -1,0 +1,295 @@
+"""python -m moe_patch env | parity | bench"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import nn
+
+from . import bench, kernels, parity, shapes
+from .models import SWAPS
+from .models.decorated import ENABLED
+
+T = TypeVar("T")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done; the message is one sentence."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns 0 when it holds, 1 when parity fails, 2 for a usage error."""
+    options = _parser().parse_args(arguments)
+    if options.command == "parity" and arguments is None:
+        _interpret()
+    try:
+        return options.run(options)
+    except UsageError as error:
+        print(f"moe_patch: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m moe_patch", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser("env", help="versions, GPUs and what runs here; to paste")
+    command.set_defaults(run=_env)
+
+    command = commands.add_parser(
+        "parity",
+        help="compare with Hugging Face's code and a float64 truth; exit code 0 or 1",
+        description="Without a folder or a shape: small Qwen3-MoE and Llama4 models in Triton's "
+        "interpreter, or blocks of the sizes qwen3_30b and llama4_scout on a GPU.",
+    )
+    command.add_argument("folder", nargs="?", help="a local checkpoint")
+    command.add_argument("--blocks", help="of the checkpoint: a name or 'all' (default: a few)")
+    command.add_argument("--model-level", action="store_true", help="compare its logits too")
+    command.add_argument("--forward-only", action="store_true", help="no gradients")
+    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(run=_parity)
+    _common(command, dtypes="bf16 on a GPU, fp32 and fp16 without; a checkpoint's own", tokens=None)
+
+    command = commands.add_parser(
+        "bench", help="times against Hugging Face's implementations, after parity holds"
+    )
+    command.add_argument("--mode", nargs="+", choices=bench.MODES, default=list(bench.MODES))
+    command.add_argument("--no-eager", action="store_true", help="leave out HF's slow loop")
+    command.add_argument("--csv", metavar="FILE", type=Path)
+    command.set_defaults(run=_bench)
+    _common(command, dtypes="bf16", tokens=[1, 64, 1024, 4096])
+    return parser
+
+
+def _common(command: argparse.ArgumentParser, dtypes: str, tokens: list[int] | None) -> None:
+    command.add_argument(
+        "--shape", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(shapes.SHAPES)}"
+    )
+    command.add_argument("--tokens", nargs="+", type=_positive, default=tokens, metavar="N")
+    command.add_argument("--dtype", nargs="+", choices=DTYPES, help=f"default: {dtypes}")
+    command.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write json, to stdout without FILE"
+    )
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("at least 1 token is needed")
+    return int(text)
+
+
+def _interpret() -> None:
+    """Without a GPU, starts this command again with Triton's interpreter.
+
+    Triton reads the variable when it is imported, and by now transformers has imported it.
+    """
+    if _device() == "cuda":
+        return
+    torch.set_num_threads(1)  # tensors are tiny: threads would only wait for each other
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        os.environ["TRITON_INTERPRET"] = "1"
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _device() -> str:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return "cuda" if torch.cuda.is_available() and not interpreted else "cpu"
+
+
+def _env(_: argparse.Namespace) -> int:
+    lines = {name: found or "not installed" for name, found in parity.versions().items()}
+    lines["platform"] = platform.platform()
+    lines["CUDA of torch"] = torch.version.cuda or torch.version.hip or "none"
+    for i in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(i)
+        memory = f"{card.total_memory / 2**30:.0f} GiB"
+        lines[f"GPU {i}"] = f"{card.name}, capability {card.major}.{card.minor}, {memory}"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=False)
+        lines["driver"] = ", ".join(dict.fromkeys(answer.stdout.split())) or "unknown"
+    for name in ("TRITON_INTERPRET", "MOE_PATCH"):
+        lines[name] = os.environ.get(name, "not set")
+    gpu = kernels.why_not("cuda") or (None if torch.cuda.is_available() else "no GPU found")
+    lines["kernels on a GPU"] = gpu or "run"
+    cpu = kernels.why_not("cpu") is None
+    lines["kernels on the CPU"] = "run, interpreted" if cpu else "for tests: TRITON_INTERPRET=1"
+    if not ENABLED:
+        lines["patched blocks"] = "run Hugging Face's own forward (MOE_PATCH=0)"
+    lines["fused classes"] = ", ".join(cls.__name__ for cls in SWAPS)
+    width = max(map(len, lines))
+    print("\n".join(f"{name:{width}}  {text}" for name, text in lines.items()))
+    return 0
+
+
+def _parity(options: argparse.Namespace) -> int:
+    device, report = _device(), None
+    reason = kernels.why_not(device) or (None if ENABLED else "MOE_PATCH=0 is set: unset it")
+    if reason:
+        raise UsageError(reason)
+    if device == "cpu" and "bf16" in (options.dtype or []):
+        raise UsageError(
+            "bf16 needs a GPU, because Triton's interpreter does not round to it: use --dtype fp32 "
+            "or fp16"
+        )
+    with _progress() as progress:
+        task = progress.add_task("loading")
+        for label, module, extra in _subjects(options, device):
+            progress.update(task, description=label)
+            part = _usage(
+                parity.check_parity,
+                module,
+                tokens=options.tokens,
+                backward=not options.forward_only,
+                seed=options.seed,
+                **extra,
+            )
+            report = part if report is None else report + part
+    if options.json:
+        _write(options.json, json.dumps(report.to_dict(), indent=2))
+    if options.json != "-":
+        _show(report)
+    return 0 if report.passed else 1
+
+
+def _subjects(
+    options: argparse.Namespace, device: str
+) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """(label, module, arguments of check_parity) of everything to compare."""
+    small = device == "cpu"
+    names, build = options.shape, shapes.build
+    if not names and not options.folder:
+        names = ["tiny_qwen3", "tiny_llama4"] if small else ["qwen3_30b", "llama4_scout"]
+        build = functools.partial(shapes.build_model, layers=1) if small else shapes.build
+    for name in names:
+        if small and not _usage(shapes.find, name).tiny:
+            tiny = ", ".join(n for n, shape in shapes.SHAPES.items() if shape.tiny)
+            raise UsageError(f"{name} needs a GPU: without one there are {tiny}")
+    if options.folder:
+        model = _load(options.folder, device)
+        extra = {"blocks": options.blocks, "model_level": options.model_level}
+        for dtype in options.dtype or (["fp32"] if small else [None]):
+            label = f"{options.folder} {dtype or ''}"
+            yield label, model, {"dtype": dtype and DTYPES[dtype], **extra}
+    dtypes = options.dtype or (["fp32", "fp16"] if small else ["bf16"])
+    for name, dtype in itertools.product(names, dtypes):
+        yield f"{name} {dtype}", _usage(build, name, dtype=DTYPES[dtype], device=device), {}
+
+
+def _load(folder: str, device: str) -> nn.Module:
+    if not (Path(folder) / "config.json").is_file():
+        here = sorted(path.parent.name for path in Path().glob("*/config.json"))
+        raise UsageError(
+            f"no checkpoint in {folder!r}, a folder with a config.json is needed: here is "
+            f"{', '.join(here) or 'none'}, and --shape takes {', '.join(shapes.SHAPES)}"
+        )
+    from transformers import AutoModelForCausalLM
+
+    place = {} if device == "cpu" else {"device_map": device}
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype="auto", **place
+        ).eval()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} does not load: {str(error).splitlines()[0]}") from error
+
+
+def _usage(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Calls; what the function refuses becomes a usage error."""
+    try:
+        return function(*arguments, **options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _bench(options: argparse.Namespace) -> int:
+    if _device() == "cpu":
+        raise UsageError("bench needs a GPU: times of Triton's interpreter would mean nothing")
+    names = options.shape or ["qwen3_30b", "llama4_scout"]
+    for name in names:
+        _usage(shapes.find, name)
+    timings: list[bench.Timing] = []
+    with _progress() as progress:
+        task = progress.add_task("")
+        for name, dtype, mode, tokens in itertools.product(
+            names, options.dtype or ["bf16"], options.mode, options.tokens
+        ):
+            progress.update(task, description=f"{name} {dtype} {mode} {tokens}")
+            new, report = bench.bench(
+                name, tokens, mode=mode, dtype=DTYPES[dtype], eager=not options.no_eager
+            )
+            if not report.passed:
+                print(report)
+                print("moe_patch: no times are shown, because parity fails", file=sys.stderr)
+                return 1
+            timings += new
+    if options.csv:
+        bench.write_csv(timings, options.csv)
+    if options.json:
+        _write(options.json, bench.to_json(timings, report.environment))
+    if options.json != "-":
+        _show_timings(timings, report.environment)
+    return 0
+
+
+def _progress() -> Progress:
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _write(file: str, text: str) -> None:
+    if file == "-":
+        print(text)
+    else:
+        Path(file).write_text(text + "\n")
+
+
+def _show(report: parity.ParityReport) -> None:
+    console = Console()
+    if not console.is_terminal:
+        print(report)
+        return
+    console.print(f"moe_patch parity on {report.environment}")
+    for section in report.sections:
+        table = Table(*parity.HEADER, title=parity.title(section), title_justify="left")
+        for row in section.rows:
+            table.add_row(*map(escape, parity.cells(row)), style=None if row.passed else "bold red")
+        console.print(table)
+    for line in report.skipped:
+        console.print(f"not checked: {line}", markup=False)
+    console.print(report.verdict, style="green" if report.passed else "bold red")
+
+
+def _show_timings(timings: Sequence[bench.Timing], environment: str) -> None:
+    console = Console()
+    header = ("", "ms", "p10 to p90", "TFLOP/s", "moe_patch is")
+    print(f"moe_patch bench on {environment}")
+    for key, group in itertools.groupby(timings, lambda t: (t.shape, t.dtype, t.mode, t.tokens)):
+        table = Table(*header, title="{}, {}, {}, {} tokens".format(*key), title_justify="left")
+        for t in group:
+            spread = f"{t.p10:.3f} to {t.p90:.3f}"
+            faster = "" if t.implementation == "moe_patch" else f"{t.speedup:.2f} x as fast"
+            table.add_row(t.implementation, f"{t.ms:.3f}", spread, f"{t.tflops:.0f}", faster)
+        console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

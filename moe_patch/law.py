@@ -1,0 +1,248 @@
+"""The parity law (docs/parity.md): errors against a float64 truth, beside Hugging Face's own.
+
+t is the truth, e(z) = z - t, h the worse of Hugging Face's implementations in the dtype under
+test, eps = finfo(dtype).eps. Nothing here knows about blocks or models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RMS_FACTOR, MAX_FACTOR = 1.0, 1.5
+FLOAT32_FACTOR = 2.0  # on both: the order of a float32 sum is ours to choose
+SANE = 8.0  # h may be this many eps * rms t away from the truth
+ALIVE = 1e-2  # rms t / rms x of an output
+MIN_TOKENS = 16  # an expert with fewer is judged with the whole tensor only
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report. Errors are relative: rms to the truth's rms, max to its largest."""
+
+    tensor: str
+    passed: bool
+    our_rms: float | None = None
+    hf_rms: float | None = None
+    our_max: float | None = None
+    hf_max: float | None = None
+    ratio: float | None = None
+    note: str = ""
+
+
+@dataclass
+class Errors:
+    """Error sums of one tensor, or of one expert's part of it; parts are merged with `+`.
+
+    `square` and `largest` list (ours, HF's first implementation, HF's second, ...).
+    """
+
+    count: int
+    truth_square: float
+    truth_largest: float
+    square: list[float]
+    largest: list[float]
+    largest_at: tuple[int, ...] | None = None
+    masks: list[tuple[int, ...] | None] | None = None  # where ours differs from each of HF's
+    stray: tuple[int, ...] | None = None  # a gradient that should be exactly 0 and is not
+
+    def __add__(self, other: Errors) -> Errors:
+        if not other.square or not self.square:
+            full = self if self.square else other
+            return Errors(**{**vars(full), "stray": self.stray or other.stray})
+        return Errors(
+            count=self.count + other.count,
+            truth_square=self.truth_square + other.truth_square,
+            truth_largest=max(self.truth_largest, other.truth_largest),
+            square=[a + b for a, b in zip(self.square, other.square)],
+            largest=[max(a, b) for a, b in zip(self.largest, other.largest)],
+            largest_at=max(self, other, key=lambda part: part.largest[0]).largest_at,
+            masks=[a if a is not None else b for a, b in zip(self.masks, other.masks)],
+            stray=self.stray or other.stray,
+        )
+
+    def rms(self, square: float) -> float:
+        return math.sqrt(square / max(self.count, 1))
+
+    @property
+    def ratio(self) -> float:
+        """rms e(ours) / rms e(h)."""
+        worst = max(self.square[1:])
+        return math.sqrt(self.square[0] / worst) if worst else math.inf if self.square[0] else 1.0
+
+
+def measure(
+    ours: Tensor, baselines: Sequence[Tensor], truth: Tensor, *, at: tuple[int, ...] = ()
+) -> Errors:
+    """Error sums over the elements that are finite in every implementation.
+
+    `at` goes before the indices that the result names: (e,) for the part of expert e.
+    """
+    truth = truth.double()
+    everyone = [ours, *baselines]
+    finite = torch.isfinite(truth)
+    for tensor in everyone:
+        finite = finite & torch.isfinite(tensor)
+    all_finite = bool(finite.all())
+    square, largest, largest_at = [], [], None
+    for tensor in everyone:
+        error = (tensor.double() - truth).abs_()
+        error = error if all_finite else error.masked_fill_(~finite, 0)
+        square.append(float(error.square().sum()))
+        largest.append(float(error.max()) if error.numel() else 0.0)
+        if largest_at is None and error.numel():
+            largest_at = at + _index(int(error.argmax()), error.shape)
+    kept = truth if all_finite else truth.masked_fill(~finite, 0)
+    return Errors(
+        count=int(finite.sum()),
+        truth_square=float(kept.square().sum()),
+        truth_largest=float(kept.abs().max()) if kept.numel() else 0.0,
+        square=square,
+        largest=largest,
+        largest_at=largest_at,
+        masks=[None if all_finite else _differ(ours, hf, at) for hf in baselines],
+    )
+
+
+def measure_unused(gradient: Tensor, expert: int) -> Errors:
+    """The part of an expert without tokens: exactly 0, or the first element that is not."""
+    stray = first(gradient != 0, (expert,))
+    return Errors(0, 0.0, 0.0, [], [], stray=stray)
+
+
+def first(mask: Tensor, at: tuple[int, ...] = ()) -> tuple[int, ...] | None:
+    """Index of the first true element, or None."""
+    if not bool(mask.any()):
+        return None
+    return at + _index(int(mask.flatten().to(torch.uint8).argmax()), mask.shape)
+
+
+def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    index = []
+    for size in reversed(shape):
+        flat, rest = divmod(flat, size)
+        index.append(rest)
+    return tuple(reversed(index))
+
+
+def _differ(ours: Tensor, hf: Tensor, at: tuple[int, ...]) -> tuple[int, ...] | None:
+    differ = ours.isnan() != hf.isnan()
+    for infinite in (torch.isposinf, torch.isneginf):
+        differ |= infinite(ours) != infinite(hf)
+    return first(differ, at)
+
+
+def why_not(
+    errors: Errors, dtype: torch.dtype, *, x_rms: float | None = None, guards: bool = True
+) -> list[str]:
+    """The rules that `errors` breaks, one phrase each. NaN breaks them all."""
+    eps = torch.finfo(dtype).eps
+    slack = FLOAT32_FACTOR if dtype == torch.float32 else 1.0
+    rms_factor, max_factor = RMS_FACTOR * slack, MAX_FACTOR * slack
+    truth, ours = errors.rms(errors.truth_square), errors.rms(errors.square[0])
+    hf, hf_max = errors.rms(max(errors.square[1:])), max(errors.largest[1:])
+    broken = []
+    if all(where is not None for where in errors.masks):
+        broken.append(f"inf or NaN where HF has none, or the reverse, at {list(errors.masks[0])}")
+    if not ours <= rms_factor * hf + eps * truth / 8:
+        broken.append(f"rms error {_times(ours, hf)} HF's (limit {rms_factor})")
+    if not errors.largest[0] <= max_factor * hf_max + eps * errors.truth_largest:
+        broken.append(
+            f"largest error {_times(errors.largest[0], hf_max)} HF's (limit {max_factor}), "
+            f"at {list(errors.largest_at or ())}"
+        )
+    if guards and not hf <= SANE * eps * truth:
+        relative = hf / truth if truth else math.inf
+        broken.append(f"HF's own error is {relative:.1e}: nothing to judge by")
+    if x_rms is not None and not truth >= ALIVE * x_rms:
+        broken.append(f"a dead output: rms {truth:.1e} from an input of {x_rms:.1e}")
+    return broken
+
+
+def _times(ours: float, hf: float) -> str:
+    return f"{ours / hf:.3g} x" if hf else "inf x"
+
+
+def row(
+    tensor: str,
+    parts: Sequence[Errors],
+    dtype: torch.dtype,
+    *,
+    x_rms: float | None = None,
+    counts: Sequence[int] | None = None,
+) -> Row:
+    """Judges a measured tensor by rules 1 to 4 and, with `counts` of tokens per expert, by 5.
+
+    `parts` is one Errors, or one for each expert in order.
+    """
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    broken = why_not(total, dtype, x_rms=x_rms)
+    note = ""
+    if counts is not None:
+        judged = {e: parts[e] for e, count in enumerate(counts) if count >= MIN_TOKENS}
+        for expert, part in judged.items():
+            why = why_not(part, dtype, guards=False)
+            if why:
+                broken.append(f"expert {expert} ({counts[expert]} tokens): {why[0]}")
+                break
+        if total.stray is not None:
+            expert, *_ = total.stray
+            broken.append(f"expert {expert} has no token and a gradient, at {list(total.stray)}")
+        if judged:
+            worst = max(judged, key=lambda e: judged[e].ratio)
+            note = f"{len(judged)} experts apart, worst {judged[worst].ratio:.2f}"
+    truth, largest = total.rms(total.truth_square), total.truth_largest
+    return Row(
+        tensor=tensor,
+        passed=not broken,
+        our_rms=_finite(total.rms(total.square[0]), truth),
+        hf_rms=_finite(total.rms(max(total.square[1:])), truth),
+        our_max=_finite(total.largest[0], largest),
+        hf_max=_finite(max(total.largest[1:]), largest),
+        ratio=_finite(total.ratio, 1.0),
+        note="; ".join(broken) or note,
+    )
+
+
+def _finite(value: float, scale: float) -> float | None:
+    return value / scale if scale and math.isfinite(value / scale) else None
+
+
+def judge(
+    tensor: str,
+    ours: Tensor,
+    baselines: Sequence[Tensor],
+    truth: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    x_rms: float | None = None,
+    counts: Sequence[int] | None = None,
+) -> Row:
+    """The law on one tensor.
+
+    Args:
+        tensor: its name in the report.
+        ours, baselines, truth: one shape; `truth` in float64 on the same rounded inputs.
+        dtype: whose eps counts; that of `ours` by default.
+        x_rms: of the block's input, for an output: demands that the output is alive.
+        counts: tokens of each expert, for a weight gradient [E, ...]: adds the rule per expert.
+    """
+    dtype = dtype or ours.dtype
+    if any(z.shape != truth.shape for z in (ours, *baselines)):
+        shapes = ", ".join(str(list(z.shape)) for z in (ours, *baselines))
+        return Row(tensor, False, note=f"shapes {shapes} beside the truth's {list(truth.shape)}")
+    if counts is None:
+        return row(tensor, [measure(ours, baselines, truth)], dtype, x_rms=x_rms)
+    parts = [
+        measure(ours[e], [hf[e] for hf in baselines], truth[e], at=(e,))
+        if count
+        else measure_unused(ours[e], e)
+        for e, count in enumerate(counts)
+    ]
+    return row(tensor, parts, dtype, x_rms=x_rms, counts=counts)

@@ -1,0 +1,283 @@
+"""check_parity(): does a patched model compute what Hugging Face's does? (docs/parity.md)"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import kernels
+from .compare import Comparison, plain_arithmetic
+from .law import Row, judge
+from .models.decorated import ENABLED
+from .patcher import patch, unpatch
+from .shadow import shadow
+
+__all__ = ["ParityReport", "Row", "Section", "check_parity", "judge"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """The rows of one block in one dtype at one number of tokens."""
+
+    block: str
+    dtype: str
+    tokens: int
+    rows: list[Row]
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What `check_parity` found. `str()` is a plain-text table."""
+
+    sections: list[Section]
+    environment: str
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for section in self.sections for row in section.rows]
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.rows) and all(row.passed for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if not self.rows:
+            return "parity FAILED: there was nothing to check"
+        good = sum(row.passed for row in self.rows)
+        word = "passed" if self.passed else "FAILED"
+        return f"parity {word}: {good} of {len(self.rows)} rows hold"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for json."""
+        return {"passed": self.passed, **asdict(self)}
+
+    def __add__(self, other: ParityReport) -> ParityReport:
+        skipped = [*self.skipped, *(line for line in other.skipped if line not in self.skipped)]
+        return ParityReport([*self.sections, *other.sections], self.environment, skipped)
+
+    def __str__(self) -> str:
+        lines = [f"moe_patch parity on {self.environment}"]
+        for section in self.sections:
+            lines += ["", title(section)]
+            lines += [f"  {line}" for line in _columns([HEADER, *map(cells, section.rows)])]
+        lines += [""] if self.skipped else []
+        lines += [f"not checked: {line}" for line in self.skipped]
+        return "\n".join([*lines, "", self.verdict])
+
+
+HEADER = ("tensor", "our error", "HF's", "ratio", "our max", "HF's max", "pass", "")
+
+
+def title(section: Section) -> str:
+    """The line above a section's table."""
+    remark = f"; {section.remark}" if section.remark else ""
+    return f"{section.block}, {section.dtype}, {section.tokens} tokens{remark}"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text, in the order of HEADER."""
+    errors = (row.our_rms, row.hf_rms, row.ratio, row.our_max, row.hf_max)
+    shown = ["" if e is None else f"{e:.2f}" if e is row.ratio else f"{e:.2e}" for e in errors]
+    return (row.tensor, *shown, "yes" if row.passed else "NO", row.note)
+
+
+def _columns(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table)]
+    padded = [[text.ljust(width) for text, width in zip(row, widths)] for row in table]
+    return ["  ".join(row).rstrip() for row in padded]
+
+
+def environment(device: torch.device | str = "cpu") -> str:
+    """Card and versions in one line."""
+    device = torch.device(device)
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}"
+    if device.type == "cpu":
+        card += f" ({platform.machine()}, Triton's interpreter)"
+    return ", ".join([card, *(f"{name} {found}" for name, found in versions().items() if found)])
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions; None for what is absent."""
+    from . import __version__
+
+    found: dict[str, str | None] = {"moe_patch": __version__, "python": platform.python_version()}
+    for name in ("torch", "triton", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def check_parity(
+    model_or_block: nn.Module,
+    *,
+    tokens: int | Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    backward: bool = True,
+    seed: int = 0,
+    blocks: str | int | Sequence[str] | None = None,
+    hidden_states: Tensor | None = None,
+    model_level: bool = False,
+) -> ParityReport:
+    """Compares MoE blocks with Hugging Face's own code and a float64 truth, by the parity law.
+
+    The model may be patched or not, and is left exactly as it was found: everything runs on
+    copies that share its weights.
+
+    Args:
+        model_or_block: a model, a MoE block or an experts module.
+        tokens: how many, or several numbers; 16 and 64 on a CPU, 7 and 1024 on a GPU.
+        dtype: bfloat16, float16 or float32; the model's own by default.
+        backward: judge every gradient too.
+        seed: of the random inputs and of the random gradient that comes in.
+        blocks: names, or how many, or "all"; by default the first, the middle and the last one,
+            and one of every other size.
+        hidden_states: [..., H], the block's input, instead of random numbers.
+        model_level: also compare whole-model logits: KL(HF float32 || patched) against
+            KL(HF float32 || HF) over 512 random tokens. Needs the memory of a float32 copy.
+
+    Raises:
+        ValueError: no MoE block that can be patched, an unknown block, a wrong width or dtype.
+        RuntimeError: the kernels cannot run on the model's device.
+    """
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"dtype is {dtype}: parity is defined for bfloat16, float16 and float32")
+    counts = [tokens] if isinstance(tokens, int) else tokens
+    if counts is not None and (not counts or min(counts) < 1):
+        raise ValueError(f"tokens is {tokens}: at least 1 token is needed")
+    patched = shadow(model_or_block)
+    found = patch(patched)
+    skipped = [f"{name} ({cls}): {reason}" for name, cls, reason in found.skipped]
+    chosen = _choose(patched, list(found.fused), blocks)
+    devices = [parameter.device for parameter in patched.parameters()]
+    del patched
+    sections = []
+    for name in chosen:
+        try:
+            comparison = Comparison(model_or_block.get_submodule(name), dtype)
+        except ValueError as error:
+            skipped.append(f"{name}: {error}")
+            continue
+        _require(comparison, hidden_states)
+        for count in _tokens(counts, hidden_states, comparison):
+            rows, remark = comparison.rows(
+                count, backward=backward, seed=seed, hidden_states=hidden_states
+            )
+            block = _describe(name, comparison)
+            sections.append(Section(block, str(comparison.dtype)[6:], count, rows, remark))
+        skipped += [f"{name}, HF's {way}: {why}" for way, why in comparison.refused.items()]
+    if model_level:
+        answer = _model_level(model_or_block, dtype, seed, set(devices))
+        if isinstance(answer, str):
+            skipped.append(f"model level: {answer}")
+        else:
+            sections.append(answer)
+    return ParityReport(sections, environment(devices[0]), skipped)
+
+
+def _choose(
+    model: nn.Module, fused: list[str], blocks: str | int | Sequence[str] | None
+) -> list[str]:
+    if blocks == "all" or not fused:
+        return fused
+    if isinstance(blocks, int):
+        count, last = min(blocks, len(fused)), len(fused) - 1
+        return [fused[i * last // max(count - 1, 1)] for i in range(count)]
+    if blocks is not None:
+        names = [blocks] if isinstance(blocks, str) else list(blocks)
+        unknown = [name for name in names if name not in fused]
+        if unknown:
+            raise ValueError(
+                f"no fused block is called {unknown[0]!r}: the model has {', '.join(fused[:4])}"
+                f"{' ...' if len(fused) > 4 else ''}"
+            )
+        return names
+    picked = {0, len(fused) // 2, len(fused) - 1}
+    sizes = [[p.shape for p in model.get_submodule(name).parameters()] for name in fused]
+    for i, size in enumerate(sizes):
+        if all(size != sizes[j] for j in picked):
+            picked.add(i)
+    return [fused[i] for i in sorted(picked)]
+
+
+def _require(comparison: Comparison, hidden_states: Tensor | None) -> None:
+    reason = kernels.why_not(comparison.device.type)
+    if reason:
+        raise RuntimeError(
+            f"{reason}; on a CPU, set TRITON_INTERPRET=1 before transformers is imported"
+        )
+    if not ENABLED:
+        raise RuntimeError("MOE_PATCH=0 is set, so patched blocks run HF's own forward: unset it")
+    if comparison.device.type == "cpu" and comparison.dtype == torch.bfloat16:
+        raise ValueError(
+            "Triton's interpreter does not round to bfloat16: on a CPU, pass dtype=torch.float32 "
+            "or torch.float16"
+        )
+    hidden = comparison.hidden_size
+    if hidden_states is not None and hidden_states.shape[-1] != hidden:
+        raise ValueError(f"hidden_states is {hidden_states.shape[-1]} wide, the block {hidden}")
+
+
+def _tokens(
+    tokens: Sequence[int] | None, hidden_states: Tensor | None, comparison: Comparison
+) -> Sequence[int]:
+    if hidden_states is not None:
+        return [hidden_states.numel() // hidden_states.shape[-1]]
+    return tokens or ((7, 1024) if comparison.device.type == "cuda" else (16, 64))
+
+
+def _describe(name: str, comparison: Comparison) -> str:
+    cls = type(comparison.ours).__name__
+    sizes = (
+        f"{comparison.num_experts} experts, H {comparison.hidden_size}, "
+        f"I {comparison.intermediate_size}"
+    )
+    return f"{name} ({cls}, {sizes})" if name else f"{cls} ({sizes})"
+
+
+def _model_level(
+    model: nn.Module, dtype: torch.dtype | None, seed: int, devices: set[torch.device]
+) -> Section | str:
+    """KL to Hugging Face's float32 logits, of the patched model and of Hugging Face's own."""
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if vocabulary is None:
+        return "the model has no vocabulary"
+    if len(devices) > 1:
+        return "the model is spread over several devices"
+    device = next(iter(devices))
+    need = 6 * sum(p.numel() for p in model.parameters()) + 12 * 512 * vocabulary
+    if device.type == "cuda" and need > torch.cuda.mem_get_info(device)[0]:
+        return f"a float32 copy needs {need / 2**30:.0f} GiB of free memory"
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocabulary, (4, 128), generator=generator).to(device)
+
+    def logits(dtype: torch.dtype | None, patched: bool) -> Tensor:
+        copy = shadow(model, dtype)
+        (patch if patched else unpatch)(copy)
+        return copy(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+
+    with plain_arithmetic(), torch.no_grad():
+        dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
+        truth = logits(torch.float32, False)
+        ours, hf = (_kl(truth, logits(dtype, patched)) for patched in (True, False))
+    row = Row("KL of logits", ours <= 1.1 * hf, ours, hf, ratio=ours / hf if hf else None)
+    return Section("whole model", str(dtype)[6:], ids.numel(), [row])
+
+
+def _kl(truth: Tensor, logits: Tensor) -> float:
+    total = 0.0
+    for p, q in zip(truth.split(64), logits.split(64)):
+        p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+        total += float((p.exp() * (p - q)).sum())
+    return total / len(truth)

@@ -1,0 +1,178 @@
+"""patch(), unpatch(): put the fused code into a model's MoE blocks, and HF's own back.
+
+What is patched can be read off the model itself (an ExpertsConfig, a class of SWAPS), so copies and
+pickles of a patched model are patched models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .models import SWAPS
+from .models.decorated import (
+    ExpertsConfig,
+    dispatches,
+    is_decorated,
+    restore_default,
+    why_not_fused,
+)
+
+_ORIGINALS = {fused: original for original, fused in SWAPS.items()}
+_SUPPORTED = "experts with transformers' @use_experts_implementation and Llama4TextMoe"
+_WRAPPERS = {"base_layer", "module", "_fsdp_wrapped_module", "_orig_mod"}  # PEFT, FSDP, compile
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What `patch` did; printable."""
+
+    fused: list[str] = field(default_factory=list)
+    """Names of the fused blocks, as in `named_modules()`; "" is the module itself."""
+    skipped: list[tuple[str, str, str]] = field(default_factory=list)
+    """(name, class, reason) of each MoE block that stays as Hugging Face wrote it."""
+    classes: list[str] = field(default_factory=list)
+    """The class names of the fused blocks."""
+
+    def __str__(self) -> str:
+        total = len(self.fused) + len(self.skipped)
+        kinds = ", ".join(f"{count} {name}" for name, count in Counter(self.classes).items())
+        lines = [f"moe_patch: fused {len(self.fused)} of {total} MoE blocks"]
+        lines[0] += f" ({kinds})" if kinds else ""
+        lines += [f"  {name or '(root)'} ({cls}): {reason}" for name, cls, reason in self.skipped]
+        return "\n".join(lines)
+
+
+def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
+    """Puts the fused code into every supported MoE block of `model`, in place.
+
+    Parameters, buffers, hooks and the state_dict stay what and where they are. A block that cannot
+    be fused is left as it is and listed in the report. Patching twice is patching once. While a
+    block is fused, `model.set_experts_implementation` does not change what it runs.
+
+    Args:
+        model: a model of transformers, a module that holds one (PEFT's, DDP's), or a bare block.
+        strict: raise when no block is of a supported kind; otherwise the report says so.
+
+    Raises:
+        ValueError: nothing matched and strict.
+        TypeError: `model` is not an nn.Module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch takes a torch.nn.Module, found {type(model).__name__}.")
+    report, matched = PatchReport(), False
+    for block in _blocks(model):
+        matched = matched or block.is_known()
+        cls, reason = type(block.module).__name__, block.why_not()
+        if reason:
+            report.skipped.append((block.name, cls, reason))
+        else:
+            block.fuse()
+            report.fused.append(block.name)
+            report.classes.append(cls)
+    if strict and not matched:
+        found = ", ".join(dict.fromkeys(f"{cls} ({reason})" for _, cls, reason in report.skipped))
+        raise ValueError(
+            f"{type(model).__name__} has no MoE block that moe_patch knows, found {found or 'none'}"
+            f": supported are {_SUPPORTED}, and strict=False accepts a model without."
+        )
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Puts Hugging Face's own code back into every block of `model`; harmless if not patched.
+
+    Also undoes `from_pretrained(..., experts_implementation="moe_patch")`.
+    """
+    for module in model.modules():
+        if isinstance(vars(module).get("config"), ExpertsConfig):
+            module.config = module.config.original
+        if type(module) in _ORIGINALS:
+            _set_class(module, _ORIGINALS[type(module)])
+    for module in model.modules():
+        restore_default(module)
+
+
+@dataclass
+class _Block:
+    """A module that holds experts; the experts themselves when they are all there is."""
+
+    name: str
+    module: nn.Module
+    experts: nn.Module
+
+    def is_known(self) -> bool:
+        """Whether its experts are decorated, or it has a fused class that holds experts."""
+        swapped = _fused_class(self.module) is not None and self.module is not self.experts
+        return swapped or any(map(is_decorated, self.module.modules()))
+
+    def why_not(self) -> str | None:
+        """None when it can be fused, else the reason in one sentence."""
+        if not self.is_known():
+            return _why_unknown(self)
+        reasons = (_why_not_part(m) or _why_not_routed(m) for m in self.module.modules())
+        return next(filter(None, reasons), None)
+
+    def fuse(self) -> None:
+        for module in self.module.modules():
+            if is_decorated(module) and not isinstance(module.config, ExpertsConfig):
+                module.config = ExpertsConfig(module.config)
+            elif type(module) in SWAPS:
+                _set_class(module, SWAPS[type(module)])
+
+
+def _blocks(model: nn.Module) -> list[_Block]:
+    modules, blocks = dict(model.named_modules()), {}
+    for name, module in modules.items():
+        looks = re.search(r"(Experts|M[oO][eE](Block)?)$", type(module).__name__)
+        path = name.split(".")
+        while path and path[-1] in _WRAPPERS:
+            path.pop()
+        is_experts = path[-1:] == ["experts"] or (looks and looks[0] == "Experts")
+        if is_experts or is_decorated(module):
+            name = ".".join(path[:-1])
+        elif not looks:
+            continue
+        blocks[name] = _Block(name, modules[name], module)
+    return list(blocks.values())
+
+
+def _fused_class(module: nn.Module) -> type[nn.Module] | None:
+    return type(module) if type(module) in _ORIGINALS else SWAPS.get(type(module))
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    old = type(module).forward
+    module.__class__ = cls
+    for name in ("forward", "_old_forward"):  # where accelerate's hooks keep the class's forward
+        if getattr(vars(module).get(name), "__func__", None) is old:
+            setattr(module, name, cls.forward.__get__(module))
+
+
+def _why_not_part(module: nn.Module) -> str | None:
+    if is_decorated(module):
+        return why_not_fused(module)
+    why_not = getattr(_fused_class(module), "why_not_fused", None)
+    return why_not(module) if why_not else None
+
+
+def _why_not_routed(module: nn.Module) -> str | None:
+    top_k, experts = getattr(module, "top_k", None), getattr(module, "num_experts", None)
+    if isinstance(top_k, int) and isinstance(experts, int) and not 1 <= top_k <= experts:
+        return f"top_k is {top_k} and there are {experts} experts: 1 to {experts} is needed"
+    return None
+
+
+def _why_unknown(block: _Block) -> str:
+    for cls in (type(block.module), type(block.experts)):
+        for base in cls.__mro__[1:]:
+            if dispatches(base) or base in SWAPS:
+                name = f"{cls.__module__}.{cls.__qualname__}"
+                return (
+                    f"{name} derives from {base.__name__}, and only that class itself can be fused"
+                )
+    cls = type(block.experts)
+    return f"{cls.__module__}.{cls.__qualname__} is not among {_SUPPORTED}"

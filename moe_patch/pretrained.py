@@ -1,0 +1,108 @@
+"""The hooks into transformers: model.patch(), the loading hook, the experts implementation."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .models import decorated
+from .patcher import patch, unpatch
+
+_LOADERS = ("from_pretrained", "_from_config")  # the Auto classes end in these two
+_originals: dict[str, classmethod] = {}  # filled while the hook is on
+_loading: ContextVar[bool] = ContextVar("moe_patch_loading", default=False)
+
+
+class _Method:
+    """A method for every model, that gives way to a submodule of the same name."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, model: nn.Module | None, owner: type) -> Any:
+        if model is None:
+            return self.function
+        submodule = model._modules.get(self.function.__name__)
+        return self.function.__get__(model) if submodule is None else submodule
+
+
+def register() -> None:
+    """Puts patch() and unpatch() on every PreTrainedModel and "moe_patch" in HF's registries.
+
+    An attribute of that name which is not ours stays, with a warning.
+    """
+    decorated.register()
+    for function in (patch, unpatch):
+        name = function.__name__
+        found = vars(PreTrainedModel).get(name)
+        if found is None or type(found).__qualname__ == _Method.__qualname__:
+            setattr(PreTrainedModel, name, _Method(function))
+        else:
+            warnings.warn(
+                f"PreTrainedModel already has an attribute {name!r} ({found!r}), which moe_patch "
+                f"leaves alone: call moe_patch.{name}(model) instead.",
+                stacklevel=2,
+            )
+
+
+def enable() -> None:
+    """From now on every model that from_pretrained or from_config makes comes back patched.
+
+    Blocks that cannot be fused are listed in a warning. On already: one hook stays, with a warning.
+    """
+    if _originals:
+        warnings.warn("moe_patch is enabled already, nothing changed.", stacklevel=2)
+        return
+    for name in _LOADERS:
+        _originals[name] = vars(PreTrainedModel)[name]
+        setattr(PreTrainedModel, name, _patching(_originals[name]))
+
+
+def disable() -> None:
+    """Undoes :func:`enable`; models already loaded stay patched. Harmless when the hook is off."""
+    for name, original in _originals.items():
+        if getattr(vars(PreTrainedModel)[name], "moe_patch_original", None) is original:
+            setattr(PreTrainedModel, name, original)
+    _originals.clear()  # a hook that somebody wrapped stays in place, inert
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """`with moe_patch.enabled():` has the hook on inside, and as it was before afterwards."""
+    outermost = not _originals
+    if outermost:
+        enable()
+    try:
+        yield
+    finally:
+        if outermost:
+            disable()
+
+
+def _patching(original: classmethod) -> classmethod:
+    @functools.wraps(original.__func__)
+    def load(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+        if not _originals or _loading.get():  # a load inside a load: the outer one patches
+            return original.__func__(cls, *args, **kwargs)
+        token = _loading.set(True)
+        try:
+            loaded = original.__func__(cls, *args, **kwargs)
+        finally:
+            _loading.reset(token)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
+        report = patch(model, strict=False)
+        if report.skipped:
+            warnings.warn(str(report), stacklevel=2)
+        return loaded
+
+    hook = classmethod(load)
+    hook.moe_patch_original = original
+    return hook

@@ -1,0 +1,117 @@
+"""Shadows of MoE blocks, what is where in them, and Hugging Face's ways of running them.
+
+A shadow shares its block's weights and nothing else, so whatever runs on it leaves the block as
+it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from . import reference
+from .models.decorated import ExpertsConfig, is_decorated
+from .patcher import unpatch
+
+_LEFT_BEHIND = {"forward", "_hf_hook", "_old_forward", "_output_capturing_hooks_installed"}
+
+
+def shadow(
+    module: nn.Module, dtype: torch.dtype | None = None, _memo: dict | None = None
+) -> nn.Module:
+    """A copy that shares every parameter's storage (unless cast to `dtype`) and nothing mutable.
+
+    Its parameters are leaves of their own that want a gradient; hooks, and what accelerate and
+    others hang on an instance (`forward`, `_hf_hook`), are left behind. In eval mode.
+    """
+    memo = {} if _memo is None else _memo
+    if id(module) in memo:
+        return memo[id(module)]
+
+    def tensor(old: Tensor | None, wrap: Callable[[Tensor], Tensor]) -> Tensor | None:
+        if old is None:
+            return None
+        if id(old) not in memo:
+            cast = dtype is not None and old.is_floating_point()
+            memo[id(old)] = wrap(old.detach().to(dtype) if cast else old.detach())
+        return memo[id(old)]
+
+    def parameter(old: Tensor) -> nn.Parameter:
+        return nn.Parameter(old, requires_grad=old.is_floating_point())
+
+    new = memo[id(module)] = module.__class__.__new__(module.__class__)
+    nn.Module.__init__(new)
+    fresh = set(new.__dict__) | _LEFT_BEHIND
+    new.__dict__.update({k: v for k, v in module.__dict__.items() if k not in fresh})
+    if "config" in new.__dict__:  # unpatch may write to it
+        new.__dict__["config"] = copy.deepcopy(module.config, memo)
+    new.training = False
+    new._parameters.update({k: tensor(p, parameter) for k, p in module._parameters.items()})
+    new._buffers.update({k: tensor(b, lambda z: z) for k, b in module._buffers.items()})
+    new._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
+    for name, child in module._modules.items():
+        new._modules[name] = None if child is None else shadow(child, dtype, memo)
+    return new
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a block keeps its parts; `router` None: only the experts are compared."""
+
+    router: str | None = None
+    logits: int = 0  # which of the router's results
+    score: str = "softmax"
+    renormalize: bool = False
+    weight_on: str = "output"
+    shared_expert: bool = False
+
+    def weights(self, logits: Tensor, index: Tensor) -> Tensor:
+        """Routing weights [T, K] of the chosen experts, in the precision of the logits."""
+        return reference.expert_weights(
+            logits, index, score=self.score, renormalize=self.renormalize
+        )
+
+
+def family_of(block: nn.Module) -> Family:
+    """The family whose float64 truth is known; the bare experts of any other."""
+    names = {cls.__name__ for cls in type(block).__mro__}
+    if any(type(child).__module__.startswith("peft.") for child in block.modules()):
+        return Family()  # adapters are no part of the truth
+    if "Llama4TextMoe" in names:
+        return Family("router", 1, "sigmoid", weight_on="input", shared_expert=True)
+    if "Qwen3MoeSparseMoeBlock" in names:
+        return Family("gate", 0, "softmax", block.gate.norm_topk_prob)
+    return Family()
+
+
+def find_experts(block: nn.Module) -> nn.Module | None:
+    """The module that holds the stacked weights."""
+    owners = (m for m in block.modules() if isinstance(getattr(m, "gate_up_proj", None), Tensor))
+    return next((m for m in owners if m.gate_up_proj.dim() == 3), None)
+
+
+def logical(block: nn.Module, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """Views [E, 2I, H] and [E, H, I] of expert weights or of their gradients."""
+    experts = find_experts(block)
+    stored_transposed = getattr(experts, "is_transposed", "Llama4" in type(experts).__name__)
+    return (gate_up.mT, down.mT) if stored_transposed else (gate_up, down)
+
+
+def implementations(block: nn.Module) -> list[str]:
+    """Hugging Face's ways of running the block that count as the baseline."""
+    return ["eager", "grouped_mm"] if is_decorated(find_experts(block)) else ["dense"]
+
+
+def hugging_face(block: nn.Module, implementation: str) -> nn.Module:
+    """A shadow that runs Hugging Face's own code: one of the decorated experts' implementations,
+    or "dense", the block as it comes."""
+    block = shadow(block)
+    unpatch(block)
+    if implementation != "dense":
+        experts = find_experts(block)
+        experts.config = ExpertsConfig(experts.config, implementation)
+    return block

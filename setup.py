@@ -1,0 +1,65 @@
+"""Packaging: two folders, one package. `models/` is installed as `moe_patch.models`."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+README = ROOT / "README.md"
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "moe_patch" / "__init__.py").read_text())
+
+PLOT = ["matplotlib>=3.8"]
+TEST = [
+    *PLOT,
+    "hypothesis>=6.100",
+    "numpy<2.4",  # Triton 3.6's interpreter breaks on 2.4 and later
+    "packaging>=24",
+    "peft>=0.18",
+    "pytest>=8",
+    "pytest-xdist>=3.6",
+    "setuptools>=70.1",  # test_packaging builds a wheel; before 70.1 that took the package `wheel`
+]
+
+setup(
+    name="moe_patch",
+    version=VERSION[1],
+    description="Fused Triton MoE blocks for Hugging Face transformers, with a parity check",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.10",
+    # An explicit list: find_packages would ship a top-level package called `models`.
+    packages=["moe_patch", "moe_patch.kernels", "moe_patch.models"],
+    package_dir={"moe_patch": "moe_patch", "moe_patch.models": "models"},
+    package_data={"moe_patch": ["py.typed"]},
+    zip_safe=False,
+    install_requires=[
+        "torch>=2.11",  # the oldest tested; its CUDA builds bring Triton 3.6
+        # CUDA builds of torch pin their own Triton, CPU builds bring none. There is none for macOS.
+        'triton>=3.6,<4; platform_system == "Linux"',
+        "transformers>=5.17,<6",
+        "accelerate>=1.10",
+        "rich>=13",
+    ],
+    extras_require={
+        "bench": PLOT,
+        "examples": PLOT,
+        "test": TEST,
+        "dev": [*TEST, "pre-commit>=4", "ruff>=0.12"],
+    },
+)

@@ -1,0 +1,62 @@
+"""A small run of every kernel, for compute-sanitizer; the figures are checked too.
+
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # so that memcheck sees the edge of every tensor
+compute-sanitizer --tool memcheck --error-exitcode 1 python tests/every_kernel.py
+compute-sanitizer --tool racecheck --error-exitcode 1 python tests/every_kernel.py
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from ops import assert_close, gradients, in_double, moe
+
+from moe_patch import reference
+from moe_patch.experts import expert_order, fused_experts, grouped_gemm
+from moe_patch.routing import select_experts
+
+SIZES = [  # T, H, I, E, K: TMA and pointers, whole and ragged tiles, each tile height, both dw
+    (40, 128, 64, 8, 2),
+    (300, 136, 72, 4, 3),
+    (21, 97, 41, 5, 2),
+    (1100, 128, 64, 2, 1),
+    (1100, 128, 64, 4, 2),
+]
+
+
+def main() -> None:
+    device = torch.device("cuda")
+    cases = itertools.product(SIZES, (torch.bfloat16, torch.float32), (False, True))
+    for size, dtype, transposed in cases:
+        arguments = moe(device, dtype, *size, transposed=transposed, routing="sentinel")
+        weight_on = "input" if transposed else "output"
+        out = fused_experts(**arguments, weight_on=weight_on)
+        exact = in_double(arguments)
+        truth = reference.fused_experts(**exact, weight_on=weight_on)
+        d_out = torch.randn_like(out)
+        ours = (out, *gradients(out, d_out, *arguments.values()))
+        true = (truth, *gradients(truth, d_out.double(), *exact.values()))
+        for mine, other in zip(ours, true):
+            assert_close(mine, other, dtype)
+        with torch.no_grad():
+            assert_close(fused_experts(**arguments, weight_on=weight_on), truth, dtype)
+        order = expert_order(arguments["top_k_index"], size[3], dtype)
+        x, weight = arguments["hidden_states"], arguments["gate_up_proj"]
+        rows = grouped_gemm(x, weight, order, gather=True)
+        grouped_gemm(rows.detach(), weight.transpose(1, 2), order, scatter=True).sum().backward()
+        rows.sum().backward()
+        logits = torch.randn(size[0], size[3], device=device, dtype=dtype, requires_grad=True)
+        for score in ("softmax", "sigmoid"):
+            _, weights = select_experts(logits, size[4], score=score, renormalize=True)
+            weights.sum().backward()
+    for size in ((1, 128, 64, 8, 2), (2, 97, 41, 64, 8)):
+        arguments = moe(device, torch.bfloat16, *size, routing="sentinel", grad=False)
+        truth = reference.fused_experts(**in_double(arguments))
+        assert_close(fused_experts(**arguments), truth, torch.bfloat16)
+    torch.cuda.synchronize()
+    print("every kernel ran, and was right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Plain PyTorch in the place of the kernels, for tests of what stands around them.
+
+Much faster than Triton's interpreter, right in bfloat16, and easy to break on purpose.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_patch import kernels, reference
+from moe_patch.models import decorated, llama4, qwen3_moe
+
+# `name=`, so that a test file can import a fixture and still name its argument like it
+
+
+@pytest.fixture(autouse=True, name="one_thread")
+def one_thread_fixture():
+    """Tensors are tiny: on a busy machine, threads that wait for each other cost 100 times more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def honest(x, gate_up, down, index, weights, *, weight_on="output"):
+    """float32 inside, one rounding at the end: what a fused kernel does."""
+    tensors = (x.float(), gate_up.float(), down.float(), index, weights.float())
+    return reference.fused_experts(*tensors, weight_on=weight_on).to(x.dtype)
+
+
+def choose(logits, top_k, *, score="softmax", renormalize=False, dtype=None):
+    return reference.select_experts(
+        logits, top_k, score=score, renormalize=renormalize, dtype=dtype
+    )
+
+
+@pytest.fixture(name="use")
+def use_fixture(monkeypatch):
+    """Puts a function in the place of fused_experts, or one in the place of select_experts."""
+
+    monkeypatch.setattr(kernels, "why_not", lambda _: None)  # on a GPU machine: on its CPU too
+
+    def put(experts=honest, routing=choose):
+        for module in (decorated, llama4):
+            monkeypatch.setattr(module, "fused_experts", experts)
+        for module in (qwen3_moe, llama4):
+            monkeypatch.setattr(module, "select_experts", routing)
+
+    put()
+    return put

@@ -1,0 +1,115 @@
+"""Every example runs, small, and says what it is for."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from plain import honest, one_thread_fixture, use_fixture  # noqa: F401
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from moe_patch.shapes import build_model
+
+EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
+SMALL = "--steps 5 --length 8 --batch 2 --hidden 32 --intermediate 16 --layers 1 --new-tokens 3"
+
+
+def load(name):
+    path = next(path for path in EXAMPLES if path.stem == name)
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_help_explains_itself(path):
+    ran = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "usage:" in ran.stdout and len(ran.stdout) > 300
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+def test_train_tiny_with_real_kernels(family, tmp_path, capsys):
+    """Curves agree, loss goes down, and the saved model writes the same text both ways."""
+    picture = tmp_path / "out" / "curves.png"
+    code = load("train_tiny").main([*SMALL.split(), "--family", family, "--out", str(picture)])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert "fused 1 of 1 MoE blocks" in out and "same text" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_tiny_notices_another_curve(use, tmp_path, capsys):
+    use(lambda *args, **on: honest(*args, **on) * 0.9)
+    line = f"{SMALL} --bound 1e-4 --family qwen3_moe --out {tmp_path / 'curves.png'}"
+    assert load("train_tiny").main(line.split()) == 1
+    assert "NO" in capsys.readouterr().out
+
+
+def test_train_tiny_judges_bound_slope_and_text():
+    result = load("train_tiny").Result
+    good = result("llama4", [3.0, 2.0], [3.0, 2.01], "text", True)
+    assert good.difference == pytest.approx(0.01)
+    assert good.holds(0.02) and not good.holds(0.001)
+    assert not result("llama4", [3.0, 3.1], [3.0, 3.1], "text", True).holds(1)
+    assert not result("llama4", [3.0, 2.0], [3.0, 2.0], "text", False).holds(1)
+
+
+def test_train_tiny_reads_the_standard_library():
+    example = load("train_tiny")
+    text = example.standard_library()
+    assert text.dtype == torch.uint8 and len(text) > 1_000_000
+    assert b"import " in bytes(text[:10_000].tolist())
+    options = example.parse(["--steps", "3", "--batch", "2", "--length", "8"])
+    one, two = example.batches(text, options), example.batches(text, options)
+    assert [tuple(batch.shape) for batch in one] == [(2, 8)] * 3
+    assert all(torch.equal(a, b) for a, b in zip(one, two)) and not torch.equal(one[0], one[1])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A tiny model with a tokenizer of single characters."""
+    letters = [chr(c) for c in range(32, 127)]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=" ").save_pretrained(tmp_path)
+    build_model("tiny_llama4", layers=1, vocab_size=len(letters)).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_patch_and_generate(use, checkpoint, capsys):
+    example = load("patch_and_generate")
+    example.DEVICE = "cpu"
+    code = example.main(
+        [checkpoint, "--prompt", "to be", "--new-tokens", "4", "--dtype", "float32"]
+    )
+    out = capsys.readouterr().out
+    assert code == 0, out
+    for text in ("fused 1 of 1", "parity passed", "tokens/s", "the first 4 of 4 greedy tokens"):
+        assert text in out
+    use(lambda *args, **on: honest(*args, **on) * 0.99)
+    line = [checkpoint, "--prompt", "to be", "--new-tokens", "1", "--dtype", "float32"]
+    assert example.main(line) == 1
+    assert example.main([*line, "--no-parity"]) == 0
+
+
+def test_patch_and_generate_refuses_what_is_no_checkpoint(tmp_path, capsys):
+    assert load("patch_and_generate").main([str(tmp_path)]) == 2
+    assert "no config.json" in capsys.readouterr().err
+
+
+def test_check_parity_is_the_command(use, capsys, monkeypatch):
+    import moe_patch.__main__ as command_line
+
+    monkeypatch.setattr(command_line, "_device", lambda: "cpu")
+    example = load("check_parity")
+    assert example.main(["--shape", "tiny_qwen3", "--tokens", "64", "--dtype", "fp32"]) == 0
+    assert "parity passed" in capsys.readouterr().out
+    assert example.main(["--shape", "nothing"]) == 2

@@ -1,0 +1,571 @@
+"""patch() and unpatch(): which blocks, what the report says, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import types
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+from transformers.models.llama4 import modeling_llama4 as hf_llama4
+from transformers.models.qwen3_moe import modeling_qwen3_moe as hf_qwen3
+
+import moe_patch
+from moe_patch.models import SWAPS, decorated, llama4
+from moe_patch.models.decorated import ExpertsConfig
+from moe_patch.patcher import PatchReport
+
+pytestmark = pytest.mark.filterwarnings("error:moe_patch runs Hugging Face")
+
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "initializer_range": 0.1,
+    "num_experts_per_tok": 2,
+}
+CONFIGS = {
+    "qwen3_moe": lambda **changes: Qwen3MoeConfig(
+        **TINY | {"intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 8} | changes
+    ),
+    "llama4": lambda **changes: Llama4TextConfig(
+        **TINY
+        | {"intermediate_size": 32, "intermediate_size_mlp": 64, "num_local_experts": 8}
+        | changes
+    ),
+}
+BLOCKS = {
+    "qwen3_moe": hf_qwen3.Qwen3MoeSparseMoeBlock,
+    "llama4": hf_llama4.Llama4TextMoe,
+}
+both_families = pytest.mark.parametrize("family", CONFIGS)
+
+
+def tiny_config(family: str, **changes) -> PreTrainedConfig:
+    return CONFIGS[family](**changes)
+
+
+def tiny_model(family: str, device: torch.device | str = "cpu", **changes) -> nn.Module:
+    """A causal language model of two layers, every parameter random, in eval mode."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config(family, **changes)).to(device).eval()
+
+
+def tiny_block(family: str, device: torch.device | str = "cpu", **changes) -> nn.Module:
+    """A bare block; Hugging Face leaves its parameters zero or uninitialised, so draw them."""
+    torch.manual_seed(0)
+    block = BLOCKS[family](tiny_config(family, **changes))
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return block.to(device).eval()
+
+
+def tokens(device: torch.device | str = "cpu", *shape: int) -> torch.Tensor:
+    return torch.randint(0, 128, shape or (1, 7), generator=torch.manual_seed(1)).to(device)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to the order of float32 sums."""
+    scale = expected.detach().abs().max().item()
+    assert scale > 0
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=5e-6 * scale)
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The MoE blocks of a tiny model."""
+    return [module for module in model.modules() if isinstance(module, tuple(BLOCKS.values()))]
+
+
+@pytest.fixture
+def fused_calls(monkeypatch) -> list[str]:
+    """Grows by the name of its caller on every call of fused_experts."""
+    calls = []
+    for module in (decorated, llama4):
+
+        def counted(*args, name=module.__name__, function=module.fused_experts, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, "fused_experts", counted)
+    return calls
+
+
+# What is patched
+
+
+@both_families
+def test_whole_model_computes_the_same_and_fused(family, device, fused_calls):
+    model = tiny_model(family, device)
+    with torch.no_grad():
+        expected = model(tokens(device)).logits
+        moe_patch.patch(model)
+        actual = model(tokens(device)).logits
+        assert len(fused_calls) == 2
+        moe_patch.unpatch(model)
+        restored = model(tokens(device)).logits
+    assert_close(actual, expected)
+    assert torch.equal(restored, expected) and len(fused_calls) == 2
+
+
+@both_families
+def test_nested_module_and_bare_block(family, device, fused_calls):
+    block = tiny_block(family, device)
+    hidden = torch.randn(1, 3, 64, device=device)
+    with torch.no_grad():
+        expected = block(hidden)
+        holder = nn.ModuleDict({"a": nn.ModuleList([block])})
+        assert moe_patch.patch(holder).fused == ["a.0"]
+        actual = block(hidden)
+        assert moe_patch.patch(block).fused == [""]
+    if family == "llama4":
+        (actual, logits), (expected, expected_logits) = actual, expected
+        assert_close(logits, expected_logits)
+    assert actual.shape == expected.shape
+    assert_close(actual, expected)
+    assert fused_calls
+
+
+def test_bare_experts(device, fused_calls):
+    experts = tiny_block("qwen3_moe", device).experts
+    report = moe_patch.patch(experts)
+    assert (report.fused, report.classes) == ([""], ["Qwen3MoeExperts"])
+    index = torch.tensor([[0, 1]], device=device)
+    experts(torch.randn(1, 64, device=device), index, torch.ones(1, 2, device=device))
+    assert fused_calls
+
+
+def test_llama4_experts_alone_get_no_routing_and_stay():
+    experts = tiny_block("llama4").experts
+    report = moe_patch.patch(experts, strict=False)
+    assert not report.fused and "Llama4TextMoe" in report.skipped[0][2]
+    assert type(experts) is hf_llama4.Llama4TextExperts
+
+
+def test_wrapper_around_a_model():
+    model = nn.DataParallel(tiny_model("qwen3_moe"))
+    assert moe_patch.patch(model).fused[0] == "module.model.layers.0.mlp"
+
+
+@both_families
+def test_only_some_layers(family):
+    model = tiny_model(family)
+    moe_patch.patch(layers(model)[1])
+    report = moe_patch.patch(model)
+    assert len(report.fused) == 2
+
+
+@both_families
+def test_patching_twice_is_patching_once(family):
+    model = tiny_model(family)
+    first = moe_patch.patch(model)
+    state = [(type(m), vars(m).get("config")) for m in model.modules()]
+    assert moe_patch.patch(model) == first
+    for module, (cls, config) in zip(model.modules(), state):
+        assert type(module) is cls and vars(module).get("config") is config
+    moe_patch.unpatch(model)
+    moe_patch.unpatch(model)
+    assert not any(type(m) in SWAPS.values() for m in model.modules())
+
+
+@both_families
+def test_unpatch_restores_classes_and_the_config_object(family):
+    model = tiny_model(family)
+    before = [(type(m), vars(m).get("config")) for m in model.modules()]
+    moe_patch.patch(model)
+    assert before != [(type(m), vars(m).get("config")) for m in model.modules()]
+    moe_patch.unpatch(model)
+    for module, (cls, config) in zip(model.modules(), before):
+        assert type(module) is cls and vars(module).get("config") is config
+
+
+@both_families
+def test_models_of_one_config_are_patched_one_by_one(family, device, fused_calls):
+    config = tiny_config(family)
+    patched, plain = (AutoModelForCausalLM.from_config(config).to(device) for _ in range(2))
+    moe_patch.patch(patched)
+    with torch.no_grad():
+        plain(tokens(device))
+        assert not fused_calls
+        patched(tokens(device))
+        assert fused_calls
+
+
+# The report
+
+
+def test_report_text():
+    model = tiny_model("qwen3_moe")
+    assert str(moe_patch.patch(model)) == (
+        "moe_patch: fused 2 of 2 MoE blocks (2 Qwen3MoeSparseMoeBlock)"
+    )
+    report = PatchReport(["a"], [("", "Foo", "it is odd"), ("b", "Bar", "so is it")], ["Foo"])
+    assert str(report) == (
+        "moe_patch: fused 1 of 3 MoE blocks (1 Foo)\n  (root) (Foo): it is odd\n  b (Bar): so is it"
+    )
+
+
+def test_model_without_moe_blocks():
+    config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=8)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no MoE block.*found none.*Llama4"):
+        moe_patch.patch(model)
+    report = moe_patch.patch(model, strict=False)
+    assert report == PatchReport() and str(report) == "moe_patch: fused 0 of 0 MoE blocks"
+
+
+def test_dense_layers_of_a_moe_family_are_not_blocks():
+    model = tiny_model("qwen3_moe", mlp_only_layers=[0])
+    report = moe_patch.patch(model)
+    assert (report.fused, report.skipped) == (["model.layers.1.mlp"], [])
+
+
+def test_unknown_moe_blocks_are_named():
+    class FooMoE(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(4, 4)])
+
+    with pytest.raises(ValueError, match="found FooMoE .*ModuleList.*use_experts_implementation"):
+        moe_patch.patch(nn.Sequential(FooMoE()))
+    report = moe_patch.patch(nn.Sequential(FooMoE()), strict=False)
+    assert [skip[:2] for skip in report.skipped] == [("0", "FooMoE")]
+    with_known = nn.Sequential(FooMoE(), tiny_block("qwen3_moe"))
+    report = moe_patch.patch(with_known)
+    assert report.fused == ["1"] and [skip[0] for skip in report.skipped] == ["0"]
+
+
+def test_not_a_module():
+    with pytest.raises(TypeError, match="patch takes a torch.nn.Module, found str"):
+        moe_patch.patch("Qwen/Qwen3-30B-A3B")
+
+
+# Blocks that stay as Hugging Face wrote them
+
+
+class CustomExperts(hf_qwen3.Qwen3MoeExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states * 2
+
+
+class CustomMoe(hf_llama4.Llama4TextMoe):
+    def forward(self, hidden_states):
+        return hidden_states * 2, None
+
+
+class SequentialLlama4TextExperts(nn.ModuleList):
+    """The name and place of what transformers' quantisers put in."""
+
+
+class Qwen3MoeExperts(nn.Module):
+    """A look-alike, as remote code brings them."""
+
+
+def custom_experts(block):
+    block.experts.__class__ = CustomExperts
+
+
+def look_alike(block):
+    block.experts = Qwen3MoeExperts()
+
+
+def meta(block):
+    block.to("meta")
+
+
+def double(block):
+    block.double()
+
+
+def mixed_dtypes(block):
+    block.experts.down_proj.data = block.experts.down_proj.data.bfloat16()
+
+
+def mixed_devices(block):
+    block.experts.down_proj = nn.Parameter(block.experts.down_proj.to("meta"))
+
+
+def quantised(block):
+    weight = block.experts.gate_up_proj.data.to(torch.float8_e4m3fn)
+    block.experts.gate_up_proj = nn.Parameter(weight, requires_grad=False)
+    block.experts.down_proj.data = block.experts.down_proj.data.to(torch.float8_e4m3fn)
+
+
+def tensor_subclass(block):
+    class Packed(torch.Tensor):
+        pass
+
+    del block.experts.gate_up_proj
+    block.experts.gate_up_proj = torch.zeros(8, 64, 64).as_subclass(Packed)
+
+
+def too_many_choices(block):
+    for module in block.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = 9
+
+
+def gelu(block):
+    block.experts.act_fn = nn.GELU()
+
+
+def own_forward(block):
+    block.experts.forward = lambda *args: args[0]
+
+
+def own_block_forward(block):
+    block.forward = types.MethodType(lambda self, hidden_states: (hidden_states, None), block)
+
+
+def custom_block(block):
+    block.__class__ = CustomMoe
+
+
+def sequential(block):
+    block.experts = SequentialLlama4TextExperts([nn.Linear(4, 4)])
+
+
+COMMON = {
+    meta: "meta device",
+    double: "torch.float64: bfloat16, float16 or float32",
+    mixed_dtypes: "torch.float32 and torch.bfloat16: one dtype",
+    mixed_devices: "on cpu and meta: one device",
+    quantised: "torch.float8_e4m3fn",
+    tensor_subclass: "Packeds: plain tensors",
+    too_many_choices: "top_k is 9 and there are 8 experts: 1 to 8",
+    gelu: "activation is GELU: only SiLU",
+    own_forward: "replaced on the instance",
+}
+QWEN3 = {
+    custom_experts: "CustomExperts derives from Qwen3MoeExperts",
+    look_alike: "test_patcher.Qwen3MoeExperts is not among",
+}
+LLAMA4 = {
+    custom_block: "CustomMoe derives from Llama4TextMoe",
+    sequential: "SequentialLlama4TextExperts",
+    own_block_forward: "replaced on the instance",
+}
+UNFIT = [("qwen3_moe", *case) for case in (COMMON | QWEN3).items()]
+UNFIT += [("llama4", *case) for case in (COMMON | LLAMA4).items()]
+
+
+@pytest.mark.parametrize("family, spoil, reason", UNFIT)
+def test_unfit_block_stays_and_is_listed(family, spoil, reason):
+    spoilt, good = tiny_block(family), tiny_block(family)
+    spoil(spoilt)
+    model = nn.ModuleDict({"good": good, "spoilt": spoilt})
+    before = [(type(m), vars(m).get("config")) for m in spoilt.modules()]
+    report = moe_patch.patch(model)
+    assert report.fused == ["good"]
+    assert [skip[0] for skip in report.skipped] == ["spoilt"]
+    assert reason in report.skipped[0][2]
+    assert f"\n  spoilt ({type(spoilt).__name__}): " in str(report)
+    for module, (cls, config) in zip(spoilt.modules(), before):
+        assert type(module) is cls and vars(module).get("config") is config
+
+
+def test_gpt_oss_is_skipped_with_reasons():
+    model = AutoModelForCausalLM.from_config(
+        GptOssConfig(**TINY | {"intermediate_size": 32, "num_local_experts": 8})
+    )
+    report = moe_patch.patch(model)
+    assert not report.fused
+    for name, cls, reason in report.skipped:
+        assert name.endswith(".mlp") and cls == "GptOssMLP" and "biases" in reason
+    assert len(report.skipped) == 2
+
+
+def test_parallel_closures_keep_the_dispatch(device, fused_calls):
+    """Tensor and expert parallelism put a closure around the experts' forward, and say so."""
+    block = tiny_block("qwen3_moe", device)
+    original, block.experts._is_hooked = block.experts.forward, True
+    block.experts.forward = lambda *args: original(*args)
+    hidden = torch.randn(1, 3, 64, device=device)
+    with torch.no_grad():
+        expected = block(hidden)
+        assert moe_patch.patch(block).fused == [""]
+        assert_close(block(hidden), expected)
+    assert fused_calls
+
+
+# What patching must not change
+
+
+@both_families
+def test_parameters_state_dict_and_repr_stay(family):
+    model = tiny_model(family)
+    text = repr(model)
+    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
+    state = model.state_dict(keep_vars=True)
+    moe_patch.patch(model)
+    assert repr(model) == text
+    for old, new in ((parameters, model.named_parameters()), (buffers, model.named_buffers())):
+        new = list(new)
+        assert [name for name, _ in old] == [name for name, _ in new]
+        assert all(a is b for (_, a), (_, b) in zip(old, new))
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(state) and all(after[name] is state[name] for name in state)
+    model.load_state_dict(state)
+    # ZeRO-3 and others look modules up by the names of their classes
+    for original, fused in SWAPS.items():
+        assert fused.__bases__ == (original,)
+        assert (fused.__name__, fused.__qualname__) == (original.__name__, original.__qualname__)
+
+
+@both_families
+def test_save_pretrained_writes_the_same_bytes(family, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "plain")
+    moe_patch.patch(model)
+    model.save_pretrained(tmp_path / "patched")
+    names = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "patched").iterdir())
+    assert "model.safetensors" in names
+    for name in names:
+        plain, patched = (tmp_path / folder / name for folder in ("plain", "patched"))
+        assert plain.read_bytes() == patched.read_bytes(), name
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+    assert not any(type(module) in SWAPS.values() for module in again.modules())
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+@both_families
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_are_patched_and_independent(family, how, device, fused_calls):
+    model = tiny_model(family, device)
+    moe_patch.patch(model)
+    with torch.no_grad():
+        expected = model(tokens(device)).logits
+        if how == "deepcopy":
+            twin = copy.deepcopy(model)
+        else:
+            buffer = io.BytesIO()
+            torch.save(model, buffer)
+            buffer.seek(0)
+            twin = torch.load(buffer, weights_only=False)
+        fused_calls.clear()
+        assert torch.equal(twin(tokens(device)).logits, expected)
+        assert len(fused_calls) == 2
+        assert len(moe_patch.patch(twin).fused) == 2
+        for block in layers(twin):
+            config = vars(block.experts).get("config")
+            assert config is None or config.original is twin.config
+        moe_patch.unpatch(twin)
+        fused_calls.clear()
+        assert_close(twin(tokens(device)).logits, expected)
+        assert not fused_calls
+        model(tokens(device))
+        assert len(fused_calls) == 2
+
+
+@both_families
+def test_dtype_and_mode_changes(family):
+    plain, patched = tiny_model(family), tiny_model(family)
+    moe_patch.patch(patched)
+    for model in (plain, patched):
+        model.train()
+        model.requires_grad_(False)
+        model.to(torch.bfloat16)
+    assert [m.training for m in plain.modules()] == [m.training for m in patched.modules()]
+    for (name, a), (other, b) in zip(plain.named_parameters(), patched.named_parameters()):
+        assert (name, a.dtype, a.requires_grad) == (other, b.dtype, b.requires_grad)
+        assert torch.equal(a, b)
+    training = tiny_model(family).train()
+    moe_patch.patch(training)
+    assert all(module.training for module in training.modules())
+
+
+def hook_record(model, device, names):
+    """What forward and backward hooks on the named modules see, as [(hook, name, tensors)]."""
+    seen, handles = [], []
+    for name in names:
+        module = model.get_submodule(name)
+
+        def forward(module, args, output, name=name):
+            outputs = output if isinstance(output, tuple) else (output,)
+            seen.append(("forward", name, [x.detach().clone() for x in (*args, *outputs)]))
+
+        def backward(module, grad_in, grad_out, name=name):
+            grads = [g.clone() for g in (*grad_in, *grad_out) if g is not None]
+            seen.append(("backward", name, grads))
+
+        handles.append(module.register_forward_hook(forward))
+        handles.append(module.register_full_backward_hook(backward))
+    model(tokens(device), labels=tokens(device)).loss.backward()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "family, names",
+    [
+        ("qwen3_moe", ["model.layers.0.mlp", "model.layers.0.mlp.gate"]),
+        ("qwen3_moe", ["model.layers.0.mlp.experts"]),
+        ("llama4", ["model.layers.0.feed_forward", "model.layers.0.feed_forward.router"]),
+    ],
+)
+def test_hooks_see_the_same(family, names, device):
+    changes = {"num_hidden_layers": 1}
+    plain, patched = tiny_model(family, device, **changes), tiny_model(family, device, **changes)
+    moe_patch.patch(patched)
+    expected, actual = hook_record(plain, device, names), hook_record(patched, device, names)
+    assert [entry[:2] for entry in actual] == [entry[:2] for entry in expected]
+    assert {hook for hook, *_ in actual} == {"forward", "backward"}
+    for (hook, name, tensors), (_, _, others) in zip(actual, expected):
+        assert len(tensors) == len(others), (hook, name)
+        for tensor, other in zip(tensors, others):
+            assert tensor.dtype == other.dtype and tensor.shape == other.shape, (hook, name)
+            if other.is_floating_point() and other.any():
+                assert_close(tensor, other)
+            else:
+                assert torch.equal(tensor, other)
+
+
+@both_families
+def test_hooks_registered_before_stay(family, device):
+    model = tiny_model(family, device, num_hidden_layers=1)
+    calls = []
+    (block,) = layers(model)
+    for module in block.modules():
+        module.register_forward_hook(lambda module, *_: calls.append(type(module).__name__))
+    with torch.no_grad():
+        model(tokens(device))
+        plain = calls.copy()
+        calls.clear()
+        moe_patch.patch(model)
+        model(tokens(device))
+    # the activation inside the experts is the one module that fused code does not call
+    assert [name for name in plain if name != "SiLUActivation"] == [
+        name for name in calls if name != "SiLUActivation"
+    ]
+
+
+def test_nothing_is_set_on_llama4_experts():
+    """PEFT reads attributes such as is_transposed, and shapes its adapters by them."""
+    block = tiny_block("llama4")
+    before = {name: set(vars(module)) for name, module in block.named_modules()}
+    moe_patch.patch(block)
+    assert before == {name: set(vars(module)) for name, module in block.named_modules()}
+    assert not hasattr(block.experts, "is_transposed")
+
+
+def test_only_the_experts_config_is_replaced():
+    model = tiny_model("qwen3_moe")
+    moe_patch.patch(model)
+    proxies = {n for n, m in model.named_modules() if type(vars(m).get("config")) is ExpertsConfig}
+    assert proxies == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+    assert model.config._experts_implementation == "grouped_mm"
