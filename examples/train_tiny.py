@@ -54,7 +54,8 @@ class Result:
 
     def holds(self, bound: float) -> bool:
         """Whether the curves agree and go down, and the text is the same."""
-        down = all(curve[-1] < curve[0] for curve in (self.hf, self.patched))
+        part = max(1, len(self.hf) // 4)
+        down = all(sum(c[-part:]) < sum(c[:part]) for c in (self.hf, self.patched))
         return self.difference <= bound and down and self.same_text
 
 
@@ -76,7 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--length", type=int, default=256 if big else 32, help="bytes of each sequence")
     add("--lr", type=float, default=5e-3)
     add("--seed", type=int, default=0)
-    bound = 0.05 if big else 1e-4  # rounding grows with every step, and flips near-ties
+    bound = 0.05 if big else 1e-3  # rounding grows with every step, and flips near-ties
     add("--bound", type=float, default=bound, help="on the distance between the curves, in nats")
     add("--new-tokens", type=int, default=64 if big else 24, help="bytes to generate")
     add("--out", type=Path, default=Path("out/train_tiny.png"), help="the picture")

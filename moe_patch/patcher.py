@@ -76,8 +76,8 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
     if strict and not matched:
         found = ", ".join(dict.fromkeys(f"{cls} ({reason})" for _, cls, reason in report.skipped))
         raise ValueError(
-            f"{type(model).__name__} has no MoE block that moe_patch knows, found {found or 'none'}"
-            f": supported are {_SUPPORTED}, and strict=False accepts a model without."
+            f"{type(model).__name__} has no MoE block that can be fused, found {found or 'none'}: "
+            f"supported are {_SUPPORTED}, and strict=False accepts a model without."
         )
     return report
 
@@ -170,9 +170,9 @@ def _why_unknown(block: _Block) -> str:
     for cls in (type(block.module), type(block.experts)):
         for base in cls.__mro__[1:]:
             if dispatches(base) or base in SWAPS:
-                name = f"{cls.__module__}.{cls.__qualname__}"
-                return (
-                    f"{name} derives from {base.__name__}, and only that class itself can be fused"
-                )
-    cls = type(block.experts)
-    return f"{cls.__module__}.{cls.__qualname__} is not among {_SUPPORTED}"
+                return f"{_path(cls)} derives from {base.__name__}: only that class can be fused"
+    return f"{_path(type(block.experts))} is not a class that moe_patch knows"
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
