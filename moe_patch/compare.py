@@ -36,7 +36,7 @@ class _Force(TorchFunctionMode):
 
 
 Run = dict[str, Tensor]
-"""What one pass gave: output, index, weights, logits, and gradients d_*."""
+"""What one pass gave: output, index, weights, logits, and gradients d_*; ours also *_no_grad."""
 
 MIN_SLOTS = 128
 """Slots that a verdict needs: a rms over a handful of numbers says nothing."""
@@ -123,7 +123,7 @@ class _Measured:
         rows = [next(wrong, check) for check in self.checks[:1]]
         for name in sorted(self.tensors, key=_ORDER.index):
             parts = self.tensors[name]
-            alive = x_rms if name == "output" else None
+            alive = x_rms if name.startswith("output") else None
             counts = self.counts if len(parts) > 1 else None
             rows.append(law.row(name, parts, dtype, x_rms=alive, counts=counts))
         return rows
@@ -132,6 +132,7 @@ class _Measured:
 _ORDER = (
     "top_k_weights",
     "output",
+    "output_no_grad",
     "d_hidden_states",
     "d_gate_up_proj",
     "d_down_proj",
@@ -177,6 +178,13 @@ def _measure(
             del truth["d_router"]  # a single weight is always 1: its gradient is rounding noise
     for name, exact in truth.items():
         measured.tensors[name] = [law.measure(ours[name], [run[name] for run in hf], exact)]
+    if backward:
+        outputs = [run["output"] for run in hf]
+        parts = [law.measure(ours["output_no_grad"], outputs, truth["output"])]
+        measured.tensors["output_no_grad"] = parts
+        if not torch.equal(index, ours["index_no_grad"]):
+            note = "without gradients other experts are chosen"
+            measured.checks.append(Row("routing", False, note=note))
     return measured
 
 
@@ -336,11 +344,11 @@ class Comparison:
                 if hidden_states is None:
                     scale = scale or self._scale(given)
                     given.x = given.x * scale
-                ours = _run(self.ours, self.family, given, backward)
+                ours = self._run_ours(given, backward)
                 if ours["index"] is None:
                     note = "the patched block ran HF's own forward"
                     return [Row("fused", False, note=note)], ""
-                repeat = repeat or _repeat(ours, _run(self.ours, self.family, given, backward))
+                repeat = repeat or _repeat(ours, self._run_ours(given, backward))
                 given.index = ours["index"]
                 hf = self._run_baselines(given, backward)
                 new = _measure(self.ours, self.family, given, ours, hf, self.dtype)
@@ -349,6 +357,13 @@ class Comparison:
         remarks = [f"pooled over {draws} draws"] if draws > 1 else []
         remarks += [f"input {scale} * randn"] if scale not in (None, 1) else []
         return [*measured.rows(self.dtype, _rms(given.x)), repeat], ", ".join(remarks)
+
+    def _run_ours(self, given: _Inputs, backward: bool) -> Run:
+        run = _run(self.ours, self.family, given, backward)
+        if backward:  # without gradients other kernels run
+            alone = _run(self.ours, self.family, given, False)
+            run |= {"output_no_grad": alone["output"], "index_no_grad": alone["index"]}
+        return run
 
     def _run_baselines(self, given: _Inputs, backward: bool) -> list[Run]:
         runs = []

@@ -75,6 +75,14 @@ def test_sort_at_real_sizes(device, size, skew):
     assert_same_order(sort(index, experts, 128), twin)
 
 
+def test_an_interpreter_that_would_fail_is_refused_by_name():
+    from moe_patch.kernels import _why_not_interpreted
+
+    assert "numpy below 2.4, and 2.4.6 is" in _why_not_interpreted("3.6.0", "2.4.6")
+    assert _why_not_interpreted("3.6.0", "2.3.5") is None
+    assert _why_not_interpreted("3.9.0+git1", "2.5.0rc1") is None
+
+
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("weighted", (False, True))
 def test_combine_equals_its_twin_and_skips_dropped_rows(device, weighted):

@@ -36,9 +36,10 @@ ARROWS = {
 # "" is the package itself, for its __version__.
 BENEATH = {"", "kernels", "law", "models", "models.*", "patcher", "reference", "shapes", "experts"}
 ARROWS |= {
-    "compare": BENEATH,
-    "parity": BENEATH | {"compare"},
-    "bench": BENEATH | {"compare", "parity"},
+    "shadow": BENEATH,
+    "compare": BENEATH | {"shadow"},
+    "parity": BENEATH | {"compare", "shadow"},
+    "bench": BENEATH | {"compare", "parity", "shadow"},
     "__init__": BENEATH | {"parity", "pretrained"},
     "__main__": BENEATH | {"bench", "compare", "parity", "pretrained"},
 }

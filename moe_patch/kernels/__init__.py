@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -23,8 +24,19 @@ def why_not(device_type: str) -> str | None:
     if device_type == "cuda":
         return None
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return None
+        return _why_not_interpreted(metadata.version("triton"), metadata.version("numpy"))
     return f"the fused kernels need a GPU that Triton knows, and the tensors are on {device_type}"
+
+
+def _why_not_interpreted(triton: str, numpy: str) -> str | None:
+    """The interpreter of Triton 3.6 fails on loop bounds with numpy 2.4; that of 3.9 does not."""
+    if _release(triton) < (3, 9) and _release(numpy) >= (2, 4):
+        return f"the interpreter of Triton {triton} needs numpy below 2.4, and {numpy} is installed"
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def require(device: torch.device) -> None:
