@@ -18,6 +18,7 @@ from ..order import ExpertOrder
 from .tiles import (
     INTERPRET,
     choose,
+    dot,
     dot_precision,
     find_tile,
     load_rows,
@@ -91,7 +92,7 @@ def dgate_kernel(
     for k in range(0, H, BK):
         a = load_rows(d_rows, k, H, BK, UPCAST)
         b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = dot(a, b, acc, PRECISION)
 
     scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
     # in column parts: the epilogue's registers would spill over a whole tile

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..order import ExpertOrder
-from .tiles import INTERPRET, choose, describable, dot_precision, use_tma
+from .tiles import INTERPRET, choose, describable, dot, dot_precision, use_tma
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def dw_kernel(
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
-            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+            acc = dot(a.T, b, acc, PRECISION)
     for row in range(full, end, BK):
         rows = row + tl.arange(0, BK)
         mask = (rows < end)[:, None]
@@ -62,7 +62,7 @@ def dw_kernel(
         if UPCAST:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
-        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+        acc = dot(a.T, b, acc, PRECISION)
 
     at = expert.to(tl.int64) * stride_e + m[:, None] * stride_m + n[None, :] * stride_n
     tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))

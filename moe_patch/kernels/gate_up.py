@@ -11,6 +11,7 @@ from ..order import ExpertOrder
 from .tiles import (
     INTERPRET,
     choose,
+    dot,
     dot_precision,
     find_tile,
     load_rows,
@@ -50,7 +51,7 @@ def gate_up_kernel(
         for k in range(0, H, BK):
             a = load_rows(x_rows, k, H, BK, UPCAST)
             b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, I, H, BN, BK, TMA, K_MAJOR, UPCAST, 2)  # fmt: skip # noqa: E501
-            both = tl.dot(a, b, both, input_precision=PRECISION)
+            both = dot(a, b, both, PRECISION)
         gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
     else:  # N-major TMA boxes of the two halves cannot stand side by side in one operand
         gate = tl.zeros([BM, BN], dtype=tl.float32)
@@ -58,9 +59,9 @@ def gate_up_kernel(
         for k in range(0, H, BK):
             a = load_rows(x_rows, k, H, BK, UPCAST)
             b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
-            gate = tl.dot(a, b, gate, input_precision=PRECISION)
+            gate = dot(a, b, gate, PRECISION)
             b = load_weight(w, expert, I + n0, k, stride_e, stride_n, stride_k, 2 * I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
-            up = tl.dot(a, b, up, input_precision=PRECISION)
+            up = dot(a, b, up, PRECISION)
 
     n = n0 + tl.arange(0, BN)[None, :]
     mask = mask[:, None] & (n < I)

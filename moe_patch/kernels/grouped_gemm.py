@@ -13,6 +13,7 @@ from .tiles import (
     INTERPRET,
     choose,
     describable,
+    dot,
     dot_precision,
     find_tile,
     load_rows,
@@ -59,7 +60,7 @@ def grouped_gemm_kernel(
         else:
             a = load_rows(x_rows, k, K, BK, UPCAST)
         b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, N, K, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = dot(a, b, acc, PRECISION)
 
     n = n0 + tl.arange(0, BN)[None, :]
     to = slot if SCATTER else rows

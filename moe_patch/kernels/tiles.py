@@ -171,6 +171,15 @@ def load_rows(rows, k0, K: tl.constexpr, BK: tl.constexpr, UPCAST: tl.constexpr)
 
 
 @triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b. In IEEE float32 each block is summed by itself: one long chain of K additions
+    has several times the error of cuBLAS. (A plain + would be folded back into the chain.)"""
+    if PRECISION == "ieee" and a.dtype == tl.float32:
+        return tl.fma(tl.dot(a, b, input_precision=PRECISION), 1.0, acc)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def silu_mul(gate, up):
     """SwiGLU and its parts in float32: (silu(gate) * up, silu(gate), sigmoid(gate))."""
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
