@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+for _library in ("OMP", "OPENBLAS", "MKL"):  # read when torch and numpy are imported
+    os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
+
 import pytest
 import torch
 
@@ -14,8 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("MOE_PATCH", None)  # a forgotten MOE_PATCH=0 would compare HF with HF
 
 GPUS = 0 if os.environ.get("TRITON_INTERPRET") == "1" else torch.cuda.device_count()
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))
+torch.set_num_threads(1)  # tensors are tiny: threads that wait for each other cost 100 times more
 
 
 def pytest_configure(config: pytest.Config) -> None:

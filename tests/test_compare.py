@@ -229,7 +229,7 @@ def test_spoilt_expert_is_named(use, name):
         return grad
 
     use(spoiled(1, spoil))
-    assert "expert 1 (" in compare_block(name, torch.bfloat16, tokens=128)["d_gate_up_proj"].note
+    assert "expert 1 (" in compare_block(name, torch.bfloat16, tokens=512)["d_gate_up_proj"].note
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -319,6 +319,8 @@ def test_minus_zero_is_not_the_same_bits():
 def test_overflow_must_be_hugging_faces(use):
     """float16 inputs that overflow in the up projection give Hugging Face an inf or a NaN."""
     block = build("tiny_qwen3", dtype=torch.float16)
+    with torch.no_grad():
+        block.experts.gate_up_proj *= 4
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     x[3] *= 3e4
 
