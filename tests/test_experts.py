@@ -67,7 +67,14 @@ def test_larger_sizes(device, size, dtype, weight_on):
 @pytest.mark.parametrize("weight_on", ("output", "input"))
 @pytest.mark.parametrize("routing", ("random", "sentinel", "repeat"))
 @pytest.mark.parametrize(
-    "size", [(1, 64, 32, 8, 2), (1, 97, 41, 5, 3), (2, 48, 1040, 64, 8)], ids=str
+    "size",
+    [
+        (1, 64, 32, 8, 2),
+        (1, 97, 41, 5, 3),
+        (2, 48, 72, 64, 8),
+        pytest.param((1, 2056, 2056, 8, 2), marks=pytest.mark.gpu),
+    ],
+    ids=str,
 )
 def test_decoding_without_a_sort(device, size, routing, weight_on):
     """Few slots and no gradient wanted: the vector kernels, checked against the same truth."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import silu_mul
+from .tiles import INTERPRET, silu_mul
 
 
 @triton.jit
@@ -86,16 +86,16 @@ def decode(
     top_k = top_k_index.shape[1]
     act = torch.empty((tokens * top_k, inner), dtype=torch.float32, device=x.device)
     out = x.new_empty(x.shape)
-    longest = 2048 // x.element_size()
+    longest, bn = (64, 16) if INTERPRET else (2048 // x.element_size(), 2)
     bk = min(longest, triton.next_power_of_2(hidden))
-    decode_gate_up_kernel[(triton.cdiv(inner, 2), tokens * top_k)](
+    decode_gate_up_kernel[(triton.cdiv(inner, bn), tokens * top_k)](
         x, gate_up_proj, top_k_index, top_k_weights, act,
         x.stride(0), gate_up_proj.stride(0), gate_up_proj.stride(1),
         H=hidden, I=inner, E=experts, TOP_K=top_k,
-        WEIGHT_ON_INPUT=weight_on_input, BN=2, BK=bk, num_warps=4,
+        WEIGHT_ON_INPUT=weight_on_input, BN=bn, BK=bk, num_warps=4,
     )  # fmt: skip
     bk = min(longest, triton.next_power_of_2(inner))
-    bn = 4 if inner <= bk else 2
+    bn *= 2 if inner <= bk else 1
     decode_down_kernel[(triton.cdiv(hidden, bn), tokens)](
         act, down_proj, top_k_index, top_k_weights, out,
         down_proj.stride(0), down_proj.stride(1),
