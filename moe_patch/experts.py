@@ -290,7 +290,12 @@ def _grouped_gemm(
         return gemm(_rows_contiguous(x), weight, order, gather=gather, scatter=scatter, out=out)
 
 
-@op(lambda d_out, x, weight, *_: (x.new_empty(x.shape), torch.empty_like(weight)))
+def _fake_gemm_backward(d_out, x, weight, order, block_m, gather, scatter, need):
+    d_weight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
+    return x.new_empty(x.shape if need[0] else 0), d_weight
+
+
+@op(_fake_gemm_backward)
 def _grouped_gemm_backward(
     d_out: Tensor,
     x: Tensor,
@@ -308,7 +313,8 @@ def _grouped_gemm_backward(
     with on_device(x.device):
         order = ExpertOrder(*order, block_m=block_m)
         x, d_out = _rows_contiguous(x), _rows_contiguous(d_out)
-        d_x, d_weight = x.new_empty(x.shape if need[0] else 0), torch.empty_like(weight)
+        d_x = x.new_empty(x.shape if need[0] else 0)
+        d_weight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
         if need[0]:
             rows = d_out.new_zeros(d_out.shape[0], x.shape[1])
             gemm(d_out, weight.transpose(1, 2), order, gather=int(scatter), out=rows)
