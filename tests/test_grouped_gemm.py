@@ -117,3 +117,14 @@ def test_grouped_gemm_refusals(device, change, error, says):
     with pytest.raises(error, match=says) as caught:
         grouped_gemm(**arguments)
     assert str(caught.value).count("\n") == 0
+
+
+@pytest.mark.parametrize("need", ([True, True], [True, False], [False, True]), ids=str)
+def test_compiler_is_told_the_shapes_that_come(device, need):
+    x, weight, order, d_out, _ = gemm_case(
+        device, (5, 16, 8, 4, 2), torch.float32, "gather", "random"
+    )
+    fields = [getattr(order, name) for name in list(vars(order))[:6]]
+    arguments = (d_out, x.detach(), weight.detach(), fields, order.block_m, 2, False, need)
+    op = torch.ops.moe_patch.grouped_gemm_backward.default
+    torch.library.opcheck(op, arguments, test_utils="test_faketensor")
