@@ -129,8 +129,10 @@ def dgate(
     d_out [T, H], down_proj [E, H, I], pre [S, 2I] as `gate_up` saved it. What is not needed comes
     back empty; rows of dropped slots are not written.
     """
-    slots, (_, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
-    tile = choose("dgate", order.block_m, inner, d_out.dtype, d_out.device)
+    slots, (experts, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
+    tile = choose(
+        "dgate", order.block_m, slots // experts, inner, hidden, d_out.dtype, d_out.device
+    )
     columns = triton.cdiv(inner, tile.bn)
     d_pre = torch.empty_like(pre) if need_pre else pre.new_empty(0)
     act = pre.new_empty((slots, inner) if need_act else (0,))

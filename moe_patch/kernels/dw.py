@@ -75,8 +75,9 @@ def dw(p: Tensor, q: Tensor, order: ExpertOrder, *, gather: int = 0, out: Tensor
     An expert without rows gets exact zeros.
     """
     experts, m, n = out.shape
-    tile = choose("dw_gathered" if gather else "dw", 128, n, p.dtype, p.device)
-    long = q.shape[0] >= 512 * experts  # else the masked tail is most of the loop
+    name, rows = "dw_gathered" if gather else "dw", q.shape[0] // experts
+    tile = choose(name, 128, rows, n, m, p.dtype, p.device)
+    long = rows >= 512  # else the masked tail is most of the loop
     tma = long and use_tma(p.device) and describable(q)
     grid = (experts * triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn),)
     dw_kernel[grid](

@@ -96,7 +96,9 @@ def gate_up(
     pre = x.new_empty((slots, 2 * inner) if save_pre else (0,))
     if slots == 0:
         return act, pre
-    tile = choose("gate_up", order.block_m, inner, x.dtype, x.device)
+    tile = choose(
+        "gate_up", order.block_m, slots // weight.shape[0], inner, hidden, x.dtype, x.device
+    )
     one_dot = weight.stride(2) == 1 or not use_tma(x.device)
     operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk, 2 if one_dot else 1)
     grid = (order.tile_expert.numel() * triton.cdiv(inner, tile.bn),)

@@ -85,8 +85,9 @@ def grouped_gemm(
     """
     if order.row_to_slot.numel() == 0:
         return out
-    _, n, k = weight.shape
-    tile = choose("gemm", order.block_m, n, x.dtype, x.device)
+    experts, n, k = weight.shape
+    rows = order.row_to_slot.numel() // experts
+    tile = choose("gemm", order.block_m, rows, n, k, x.dtype, x.device)
     operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
     x_tma = gather == 0 and use_tma(x.device) and describable(x)
     grid = (order.tile_expert.numel() * triton.cdiv(n, tile.bn),)

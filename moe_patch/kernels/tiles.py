@@ -56,8 +56,14 @@ def fit_stages(tile: Tile, columns: int, itemsize: int, shared: int, idle: int =
     return Tile(tile.bm, tile.bn, tile.bk, tile.warps, stages, tile.group_m)
 
 
-def choose(kernel: str, bm: int, n: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """Configuration of `kernel` (gate_up, gemm, dgate, dw, dw_gathered) for N = n columns."""
+def choose(
+    kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> Tile:
+    """Configuration of `kernel` (gate_up, gemm, dgate, dw, dw_gathered).
+
+    For `rows` rows an expert (mean), N = n columns and a reduction over K = k; dw reduces over the
+    rows, and its k is M.
+    """
     _, shared, _ = chip(device)
     itemsize = dtype.itemsize
     if INTERPRET:
