@@ -46,7 +46,7 @@ setup(
     # An explicit list: find_packages would ship a top-level package called `models`.
     packages=["moe_patch", "moe_patch.kernels", "moe_patch.models"],
     package_dir={"moe_patch": "moe_patch", "moe_patch.models": "models"},
-    package_data={"moe_patch": ["py.typed"]},
+    package_data={"moe_patch": ["py.typed"], "moe_patch.kernels": ["tuned.json"]},
     zip_safe=False,
     install_requires=[
         "torch>=2.11",  # the oldest tested; its CUDA builds bring Triton 3.6

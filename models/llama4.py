@@ -6,13 +6,15 @@ only the chosen experts. Its experts are not decorated and are stored [E, H, 2I]
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama4 import modeling_llama4 as hf
 
 from ..experts import fused_experts
-from ..routing import select_experts
+from ..routing import select_experts, sigmoid_scores
 from .decorated import replaced_forward, runs_fused, why_not_activation, why_not_weights
 
 
@@ -24,8 +26,17 @@ class Llama4Router(hf.Llama4Router):
         if not runs_fused(hidden_states, self.weight):
             return super().forward(hidden_states)
         router_logits = F.linear(hidden_states, self.weight)
-        index, weights = select_experts(router_logits, self.top_k, score="sigmoid")
-        return torch.zeros_like(router_logits).scatter(1, index, weights), router_logits
+        if torch.is_grad_enabled() and router_logits.requires_grad:
+            index, weights = select_experts(
+                router_logits, self.top_k, score="sigmoid", dtype=torch.float32
+            )
+            chosen = weights.to(router_logits.dtype)
+            router_scores = torch.zeros_like(router_logits).scatter(1, index, chosen)
+        else:
+            router_scores, index, weights = sigmoid_scores(router_logits, self.top_k)
+        if not torch.compiler.is_compiling() and not router_scores.is_inference():
+            router_scores.choice = index, weights, router_scores._version
+        return router_scores, router_logits
 
 
 class Llama4TextExperts(hf.Llama4TextExperts):
@@ -67,11 +78,25 @@ class Llama4TextMoe(hf.Llama4TextMoe):
         ):
             return super().forward(hidden_states)
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        overlap = _overlaps(hidden_states)
+        if overlap:  # both only read weights: together they keep the memory busy
+            main, side = torch.cuda.current_stream(), _side_stream(hidden_states.device)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                shared = self.shared_expert(hidden_states)
         router_scores, router_logits = self.router(hidden_states)
-        # From the scores, as HF's block: a hook on the router may have changed them.
-        top_k_weights, top_k_index = router_scores.topk(self.top_k, dim=1)
+        *choice, version = getattr(router_scores, "choice", (None,))
+        if version is not None and version == router_scores._version:
+            top_k_index, top_k_weights = choice
+        else:  # a hook on the router changed the scores: from them, as HF's block
+            top_k_weights, top_k_index = router_scores.topk(self.top_k, dim=1)
         routed = self.experts(hidden_states, top_k_index, top_k_weights)
-        shared = self.shared_expert(hidden_states)
+        if overlap:
+            main.wait_stream(side)
+            if not torch.cuda.is_current_stream_capturing():
+                shared.record_stream(main)
+        else:
+            shared = self.shared_expert(hidden_states)
         return shared + routed.to(shared.dtype), router_logits
 
     @staticmethod
@@ -83,6 +108,19 @@ class Llama4TextMoe(hf.Llama4TextMoe):
             found = type(block.experts).__name__
             return f"the experts are {found} (quantised?): only Llama4TextExperts can be fused"
         return None
+
+
+def _overlaps(hidden_states: Tensor) -> bool:
+    """Whether a second stream pays: above, GEMMs fill the card; below, launches cost more."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not hidden_states.is_cuda:
+        return False
+    tokens = len(hidden_states)
+    return 16 <= tokens <= 256 or tokens < 16 and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _find(module: nn.Module, cls: type[nn.Module]) -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""python -m moe_patch env | parity | bench"""
+"""python -m moe_patch env | parity | bench | tune"""
 
 from __future__ import annotations
 
@@ -18,16 +18,24 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from torch import nn
 
-from . import bench, kernels, parity, shapes
+from . import bench_cli, kernels, parity, shapes, tune
+from .bench_cli import DTYPES
+from .kernels import table as kernels_table
 from .models import SWAPS
 from .models.decorated import ENABLED
 
 T = TypeVar("T")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class UsageError(Exception):
@@ -65,24 +73,41 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--forward-only", action="store_true", help="no gradients")
     command.add_argument("--seed", type=int, default=0)
     command.set_defaults(run=_parity)
-    _common(command, dtypes="bf16 on a GPU, fp32 and fp16 without; a checkpoint's own", tokens=None)
+    _common(command, dtypes="bf16 on a GPU, fp32 and fp16 without; a checkpoint's own")
 
     command = commands.add_parser(
         "bench", help="times against Hugging Face's implementations, after parity holds"
     )
-    command.add_argument("--mode", nargs="+", choices=bench.MODES, default=list(bench.MODES))
-    command.add_argument("--no-eager", action="store_true", help="leave out HF's slow loop")
-    command.add_argument("--csv", metavar="FILE", type=Path)
+    bench_cli.add_arguments(command)
     command.set_defaults(run=_bench)
-    _common(command, dtypes="bf16", tokens=[1, 64, 1024, 4096])
+    _common(command, dtypes="bf16")
+
+    command = commands.add_parser(
+        "tune",
+        help="measure kernel configurations on this card, for the library to use",
+        description="Writes tiles.json in $MOE_PATCH_CACHE, else in $XDG_CACHE_HOME/moe_patch, "
+        "else in ~/.cache/moe_patch, after every entry: Ctrl-C keeps those. More runs add to it; "
+        "delete the file to undo. It holds for this card and this Triton.",
+    )
+    names = ", ".join(shapes.SHAPES)
+    command.add_argument("--shape", nargs="+", default=["qwen3_30b"], metavar="NAME", help=names)
+    command.add_argument(
+        "--tokens", nargs="+", type=_positive, default=tune.TOKENS, metavar="N", help="default: "
+        + " ".join(map(str, tune.TOKENS)),
+    )  # fmt: skip
+    command.add_argument("--dtype", choices=DTYPES, default="bf16")
+    command.add_argument("--backward", action="store_true", help="the backward's kernels too")
+    command.add_argument("--kernel", nargs="+", choices=(*tune.FORWARD, *tune.BACKWARD), default=[])
+    command.add_argument("--output", type=Path, metavar="FILE", help="instead of the user's file")
+    command.set_defaults(run=_tune)
     return parser
 
 
-def _common(command: argparse.ArgumentParser, dtypes: str, tokens: list[int] | None) -> None:
+def _common(command: argparse.ArgumentParser, dtypes: str) -> None:
     command.add_argument(
         "--shape", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(shapes.SHAPES)}"
     )
-    command.add_argument("--tokens", nargs="+", type=_positive, default=tokens, metavar="N")
+    command.add_argument("--tokens", nargs="+", type=_positive, metavar="N")
     command.add_argument("--dtype", nargs="+", choices=DTYPES, help=f"default: {dtypes}")
     command.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write json, to stdout without FILE"
@@ -221,33 +246,71 @@ def _usage(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    _usage(bench_cli.check, options)
     if _device() == "cpu":
         raise UsageError("bench needs a GPU: times of Triton's interpreter would mean nothing")
-    names = options.shape or ["qwen3_30b", "llama4_scout"]
-    for name in names:
+    return bench_cli.run(options)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    for name in options.shape:
         _usage(shapes.find, name)
-    timings: list[bench.Timing] = []
-    with _progress() as progress:
-        task = progress.add_task("")
-        for name, dtype, mode, tokens in itertools.product(
-            names, options.dtype or ["bf16"], options.mode, options.tokens
-        ):
-            progress.update(task, description=f"{name} {dtype} {mode} {tokens}")
-            new, report = bench.bench(
-                name, tokens, mode=mode, dtype=DTYPES[dtype], eager=not options.no_eager
-            )
-            if not report.passed:
-                print(report)
-                print("moe_patch: no times are shown, because parity fails", file=sys.stderr)
-                return 1
-            timings += new
-    if options.csv:
-        bench.write_csv(timings, options.csv)
-    if options.json:
-        _write(options.json, bench.to_json(timings, report.environment))
-    if options.json != "-":
-        _show_timings(timings, report.environment)
-    return 0
+    backward = [kernel for kernel in options.kernel if kernel in tune.BACKWARD]
+    if backward and not options.backward:
+        raise UsageError(f"{backward[0]} runs in the backward only: add --backward")
+    if _device() == "cpu" or kernels.why_not("cuda"):
+        raise UsageError(kernels.why_not("cuda") or "tune needs a GPU, the one it tunes for")
+    results: list[tune.Result] = []
+    each = [len(tune.jobs(shapes.find(n), options.backward, options.kernel)) for n in options.shape]
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
+    console = Console(stderr=True)
+    code = 0
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=sum(each) * len(options.tokens))
+        try:
+            for result in _usage(
+                tune.tune,
+                options.shape,
+                options.tokens,
+                dtype=DTYPES[options.dtype],
+                backward=options.backward,
+                kernels=options.kernel,
+                output=options.output,
+                say=lambda text: progress.update(task, description=text),
+            ):
+                results.append(result)
+                progress.advance(task)
+        except OSError as error:
+            raise UsageError(f"the tiles cannot be written: {error}") from error
+        except KeyboardInterrupt:
+            code = 130
+    _show_tiles(results)
+    path = options.output or kernels_table.user_file()
+    count = sum(not result.note for result in results)
+    print(f"{'stopped: ' if code else ''}{count} entries in {path}")
+    return code
+
+
+def _show_tiles(results: Sequence[tune.Result]) -> None:
+    header = ("kernel", "N x K", "tokens", "rows an expert", "heuristic", "ms", "fastest", "ms")
+    for name, group in itertools.groupby(results, lambda r: r.shape):
+        table = Table(*header, title=name, title_justify="left")
+        for r in group:
+            row = [r.kernel, f"{r.n} x {r.k}", str(r.tokens), str(r.rows)]
+            if r.note:
+                table.add_row(*row, r.note)
+                continue
+            changed = "the same" if r.after == r.before else _tile(r.after)
+            table.add_row(
+                *row, _tile(r.before), f"{r.before_ms:.4f}", changed, f"{r.after_ms:.4f}"
+            )  # fmt: skip
+        Console().print(table)
+    spent = [sum(r.compile_s for r in results), sum(r.measure_s for r in results)]
+    print("compiled in {:.0f} s, measured in {:.0f} s".format(*spent))
+
+
+def _tile(tile: Any) -> str:
+    return f"{tile.bm}x{tile.bn}x{tile.bk} w{tile.warps} s{tile.stages} g{tile.group_m}"
 
 
 def _progress() -> Progress:
@@ -276,19 +339,6 @@ def _show(report: parity.ParityReport) -> None:
     for line in report.skipped:
         console.print(f"not checked: {line}", markup=False)
     console.print(report.verdict, style="green" if report.passed else "bold red")
-
-
-def _show_timings(timings: Sequence[bench.Timing], environment: str) -> None:
-    console = Console()
-    header = ("", "ms", "p10 to p90", "TFLOP/s", "moe_patch is")
-    print(f"moe_patch bench on {environment}")
-    for key, group in itertools.groupby(timings, lambda t: (t.shape, t.dtype, t.mode, t.tokens)):
-        table = Table(*header, title="{}, {}, {}, {} tokens".format(*key), title_justify="left")
-        for t in group:
-            spread = f"{t.p10:.3f} to {t.p90:.3f}"
-            faster = "" if t.implementation == "moe_patch" else f"{t.speedup:.2f} x as fast"
-            table.add_row(t.implementation, f"{t.ms:.3f}", spread, f"{t.tflops:.0f}", faster)
-        console.print(table)
 
 
 if __name__ == "__main__":

@@ -47,17 +47,63 @@ def _view(buffer: Tensor, num_slots: int, num_experts: int, dtype: torch.dtype) 
     return ExpertOrder.view(buffer, num_slots, num_experts, block_m(num_slots, num_experts, dtype))
 
 
-def _fake_forward(
-    hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, weight_on_input, save
-):
+def _by_sort(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weight_on_input: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [T, H], pre-activation [S, 2I] or empty unless `save`, order buffer)."""
+    from .kernels.combine import combine
+    from .kernels.gate_up import gate_up
+    from .kernels.grouped_gemm import grouped_gemm as gemm
+
+    x, weights = _rows_contiguous(hidden_states), top_k_weights.contiguous()
+    order, buffer = _sort(top_k_index, gate_up_proj.shape[0], x.dtype)
+    act, pre = gate_up(
+        x, gate_up_proj, order, weights, weight_on_input=weight_on_input, save_pre=save
+    )
+    rows = gemm(act, down_proj, order, out=x.new_empty(act.shape[0], x.shape[1]))
+    out = combine(
+        rows, order.slot_to_row, top_k_index.shape[1], None if weight_on_input else weights
+    )
+    return out, pre, buffer
+
+
+@op(lambda hidden_states, *_: hidden_states.new_empty(hidden_states.shape))
+def _experts_inference(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weight_on_input: bool,
+) -> Tensor:
+    """out [T, H]; nothing is kept for a backward."""
+    from .kernels.decode import decode, decodes
+
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
+    with on_device(hidden_states.device):
+        if not decodes(top_k_index, gate_up_proj, down_proj):
+            return _by_sort(*tensors, weight_on_input, False)[0]
+        return decode(
+            _rows_contiguous(hidden_states), gate_up_proj, down_proj,
+            top_k_index.contiguous(), top_k_weights.contiguous(), weight_on_input=weight_on_input,
+        )  # fmt: skip
+
+
+def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, *_):
     from .kernels.tiles import block_m
 
     slots, (experts, inner, _) = top_k_index.numel(), gate_up_proj.shape
     numel = ExpertOrder.numel(slots, experts, block_m(slots, experts, hidden_states.dtype))
     return (
         hidden_states.new_empty(hidden_states.shape),
-        hidden_states.new_empty((slots, inner) if save else (0,)),
-        top_k_index.new_empty(numel if save else 0, dtype=torch.int32),
+        hidden_states.new_empty(slots, inner),
+        top_k_index.new_empty(numel, dtype=torch.int32),
     )
 
 
@@ -69,31 +115,11 @@ def _experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     weight_on_input: bool,
-    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [T, H], pre-activation [S, 2I], order buffer); the last two empty unless `save`."""
-    from .kernels.combine import combine
-    from .kernels.decode import decode, decodes
-    from .kernels.gate_up import gate_up
-    from .kernels.grouped_gemm import grouped_gemm as gemm
-
+    """(out [T, H], pre-activation [S, 2I], order buffer)."""
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
-        x, weights = _rows_contiguous(hidden_states), top_k_weights.contiguous()
-        if not save and decodes(top_k_index, gate_up_proj, down_proj):
-            index = top_k_index.contiguous()
-            out = decode(
-                x, gate_up_proj, down_proj, index, weights, weight_on_input=weight_on_input
-            )
-            return out, x.new_empty(0), index.new_empty(0, dtype=torch.int32)
-        order, buffer = _sort(top_k_index, gate_up_proj.shape[0], x.dtype)
-        act, pre = gate_up(
-            x, gate_up_proj, order, weights, weight_on_input=weight_on_input, save_pre=save
-        )
-        rows = gemm(act, down_proj, order, out=x.new_empty(act.shape[0], x.shape[1]))
-        out = combine(
-            rows, order.slot_to_row, top_k_index.shape[1], None if weight_on_input else weights
-        )
-    return out, pre, buffer if save else buffer.new_empty(0)
+        return _by_sort(*tensors, weight_on_input, True)
 
 
 def _fake_backward(
@@ -156,7 +182,7 @@ class _FusedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_states, gate_up_proj, down_proj, index, weights, weight_on_input):
         out, pre, buffer = _experts_forward(
-            hidden_states, gate_up_proj, down_proj, index, weights, weight_on_input, True
+            hidden_states, gate_up_proj, down_proj, index, weights, weight_on_input
         )
         ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, weights, pre, buffer)
         ctx.weight_on_input = weight_on_input
@@ -217,7 +243,7 @@ def fused_experts(
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         out = _FusedExperts.apply(*tensors, on_input)
     else:
-        out = _experts_forward(*tensors, on_input, False)[0]
+        out = _experts_inference(*tensors, on_input)
     return out.to(hidden_states.dtype)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -48,15 +48,17 @@ class ExpertOrder:
     @classmethod
     def numel(cls, num_slots: int, num_experts: int, block_m: int) -> int:
         """Length of the buffer that `view` splits."""
-        return sum(map(_aligned, cls.sizes(num_slots, num_experts, block_m)))
+        return sum(n + -n % 4 for n in cls.sizes(num_slots, num_experts, block_m))
 
     @classmethod
     def view(cls, buffer: Tensor, num_slots: int, num_experts: int, block_m: int) -> ExpertOrder:
         """The six tensors as views of one int32 buffer, each 16-byte aligned."""
-        sizes = cls.sizes(num_slots, num_experts, block_m)
-        pieces = torch.split(buffer, [_aligned(size) for size in sizes])
-        return cls(*(piece[:size] for piece, size in zip(pieces, sizes)), block_m=block_m)
+        pieces = buffer.split_with_sizes(_pieces(num_slots, num_experts, block_m))
+        return cls(*pieces[::2], block_m=block_m)
 
 
-def _aligned(size: int) -> int:
-    return (size + 3) // 4 * 4
+@functools.lru_cache(1024)
+def _pieces(num_slots: int, num_experts: int, block_m: int) -> list[int]:
+    """Each tensor's length, and its padding to 16 bytes."""
+    sizes = ExpertOrder.sizes(num_slots, num_experts, block_m)
+    return [n for size in sizes for n in (size, -size % 4)]

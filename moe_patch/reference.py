@@ -38,6 +38,13 @@ def select_experts(
     return top_k_index, weights.to(dtype or router_logits.dtype)
 
 
+def sigmoid_scores(router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin of :func:`moe_patch.routing.sigmoid_scores`."""
+    index, weights = select_experts(router_logits, top_k, score="sigmoid", dtype=torch.float32)
+    scores = torch.zeros_like(router_logits).scatter(1, index, weights.to(router_logits.dtype))
+    return scores.detach(), index, weights.detach()
+
+
 def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int) -> ExpertOrder:
     """Twin of :func:`moe_patch.kernels.sort_tokens.sort_tokens`."""
     device = top_k_index.device

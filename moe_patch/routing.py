@@ -42,6 +42,26 @@ def _select_experts_backward(
         )
 
 
+def _fake_sigmoid(router_logits, top_k):
+    index, weights = _fake(router_logits, top_k, True, False, torch.float32)
+    return router_logits.new_empty(router_logits.shape), index, weights
+
+
+@op(_fake_sigmoid)
+def sigmoid_scores(router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Without gradient: (scores [T, E], the chosen experts' sigmoids in the dtype of the logits and
+    zero for the others; index [T, K]; weights [T, K] float32). See `select_experts`."""
+    from .kernels.topk import topk
+
+    router_logits = router_logits.detach()
+    if router_logits.stride(-1) != 1:
+        router_logits = router_logits.contiguous()
+    scores = torch.empty_like(router_logits, memory_format=torch.contiguous_format)
+    with on_device(router_logits.device):
+        options = {"sigmoid": True, "renormalize": False, "dtype": torch.float32}
+        return scores, *topk(router_logits, top_k, dense=scores, **options)
+
+
 class _SelectExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, router_logits, top_k, sigmoid, renormalize, dtype):

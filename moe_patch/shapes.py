@@ -38,6 +38,17 @@ class Shape:
         forward = 6 * tokens * experts * self.hidden_size * self.intermediate_size
         return 3 * forward if backward else forward
 
+    def bytes(self, tokens: int, itemsize: int = 2) -> float:
+        """Bytes that a forward pass moves at least: input, output, each weight that is used.
+
+        Of E experts, T tokens with K random choices each use E*(1-(1-K/E)^T) on average; Llama4's
+        shared expert is always used. The router is too small to count.
+        """
+        share = 1 - (1 - self.top_k / self.num_experts) ** tokens
+        experts = self.num_experts * share + (self.family == "llama4")
+        weights = 3 * experts * self.hidden_size * self.intermediate_size
+        return itemsize * (weights + 2 * tokens * self.hidden_size)
+
     def __str__(self) -> str:
         return (
             f"{self.family}, H {self.hidden_size}, I {self.intermediate_size}, "
@@ -76,7 +87,7 @@ def build(
     """
     shape = find(shape) if isinstance(shape, str) else shape
     block_class, _, config = _family(shape)
-    with _building(dtype, torch.device(device), seed):
+    with building(dtype, torch.device(device), seed):
         block = block_class(config).eval()
         with torch.no_grad():
             for parameter in block.parameters():
@@ -109,7 +120,7 @@ def build_model(
         max_position_embeddings=1024,
         initializer_range=shape.std,
     )
-    with _building(dtype, torch.device(device), seed):
+    with building(dtype, torch.device(device), seed):
         return model_class(config).eval()
 
 
@@ -146,7 +157,8 @@ def _family(shape: Shape, **more: Any) -> tuple[type, type, PreTrainedConfig]:
 
 
 @contextlib.contextmanager
-def _building(dtype: torch.dtype, device: torch.device, seed: int) -> Iterator[None]:
+def building(dtype: torch.dtype, device: torch.device, seed: int) -> Iterator[None]:
+    """Tensors made inside have that dtype and device; the process's random state is not touched."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -68,6 +68,8 @@ def record(launches):
         signature, values, attrs = {}, dict(constants), {}
         for i, (name, value) in enumerate(zip(names, args)):
             signature[name], constant, divisible = specialise(value)
+            if isinstance(value, int) and kernel.params[i].do_not_specialize:
+                signature[name], constant, divisible = "i32", None, False
             if constant is not None:
                 values[name] = constant
             if divisible:
@@ -95,8 +97,8 @@ def moe_launches(tokens, hidden, inner, num_experts, top_k, dtype, llama4=False)
             else:
                 w1 = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)
                 w2 = torch.empty(num_experts, hidden, inner, dtype=dtype)
-            experts._experts_forward(x, w1, w2, index, weights, llama4, False)
-            _, pre, buffer = experts._experts_forward(x, w1, w2, index, weights, llama4, True)
+            experts._experts_inference(x, w1, w2, index, weights, llama4)
+            _, pre, buffer = experts._experts_forward(x, w1, w2, index, weights, llama4)
             experts._experts_backward(
                 x, x, w1, w2, weights, pre, buffer, llama4, [True, True, True, True]
             )

@@ -42,6 +42,13 @@ def use_fixture(monkeypatch):
     monkeypatch.setattr(kernels, "why_not", lambda _: None)  # on a GPU machine: on its CPU too
 
     def put(experts=honest, routing=choose):
+        def sigmoid_scores(logits, top_k):
+            logits = logits.detach()
+            index, weights = routing(logits, top_k, score="sigmoid", dtype=torch.float32)
+            chosen = weights.to(logits.dtype)
+            return torch.zeros_like(logits).scatter(1, index, chosen), index, weights
+
+        monkeypatch.setattr(llama4, "sigmoid_scores", sigmoid_scores)
         for module in (decorated, llama4):
             monkeypatch.setattr(module, "fused_experts", experts)
         for module in (qwen3_moe, llama4):

@@ -40,8 +40,12 @@ ARROWS |= {
     "compare": BENEATH | {"shadow"},
     "parity": BENEATH | {"compare", "shadow"},
     "bench": BENEATH | {"compare", "parity", "shadow"},
+    "bench_cli": BENEATH | {"bench", "bench_model", "parity"},
+    "bench_model": BENEATH | {"bench"},
+    "tune": BENEATH | {"kernels.*", "order"},
     "__init__": BENEATH | {"parity", "pretrained"},
-    "__main__": BENEATH | {"bench", "compare", "parity", "pretrained"},
+    "__main__": BENEATH
+    | {"bench", "bench_cli", "compare", "parity", "pretrained", "tune", "kernels.*"},
 }
 # Not in this table: any declared dependency (test_packaging).
 THIRD_PARTY = {

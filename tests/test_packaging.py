@@ -73,7 +73,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     code = {name for name in names if ".dist-info/" not in name}
     expected = sources("moe_patch", "moe_patch") | sources("models", "moe_patch/models")
-    assert code == expected | {"moe_patch/py.typed"}
+    assert code == expected | {"moe_patch/py.typed", "moe_patch/kernels/tuned.json"}
     assert wheel.name.endswith("-py3-none-any.whl")
     assert any(re.search(r"\.dist-info/(licenses/)?LICENSE$", name) for name in names)
 

@@ -9,7 +9,7 @@ import torch
 from ops import DTYPES, assert_close, sample
 
 from moe_patch import reference
-from moe_patch.routing import select_experts
+from moe_patch.routing import select_experts, sigmoid_scores
 
 SIZES = [
     (1, 8, 2),
@@ -46,6 +46,21 @@ def test_choice_weights_and_gradient(device, size, dtype, score, renormalize):
         assert ours.abs().max() < 1e-6
     else:
         assert_close(ours, other, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [(1, 16, 1), (5, 7, 3), (40, 60, 2), (3, 1, 1)], ids=str)
+def test_sigmoid_scores(device, size, dtype):
+    tokens, experts, top_k = size
+    logits = torch.randn(tokens, experts).to(device, dtype).requires_grad_()
+    logits.data[0] = 1  # ties: exactly top_k scores all the same
+    scores, index, weights = sigmoid_scores(logits, top_k)
+    dense, chosen, truth = reference.sigmoid_scores(logits, top_k)
+    assert torch.equal(index, chosen) and not scores.requires_grad
+    assert scores.dtype == dtype and weights.dtype == torch.float32
+    assert ((scores != 0).sum(1) == top_k).all()
+    assert_close(scores, dense, dtype)
+    assert_close(weights, truth, torch.float32)
 
 
 def test_ties_go_to_the_lowest_id(device):

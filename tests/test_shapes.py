@@ -66,3 +66,14 @@ def test_sizes_and_flops():
     scout = SHAPES["llama4_scout"]  # the shared expert works too
     assert scout.flops(7) == 2 * 6 * 7 * 5120 * 8192
     assert [name for name, shape in SHAPES.items() if shape.tiny] == list(CLASSES)
+
+
+def test_bytes_of_the_experts_that_are_used():
+    shape = SHAPES["qwen3_30b"]
+    one = 3 * 2048 * 768
+    assert shape.bytes(1) == pytest.approx(2 * (8 * one + 2 * 2048))
+    assert shape.bytes(2) == pytest.approx(2 * ((8 + 8 * 15 / 16) * one + 4 * 2048))
+    assert shape.bytes(4096) == pytest.approx(2 * (128 * one + 2 * 4096 * 2048))
+    assert shape.bytes(7, itemsize=4) == 2 * shape.bytes(7)
+    scout = SHAPES["llama4_scout"]  # with its shared expert
+    assert scout.bytes(1) == pytest.approx(2 * (2 * 3 * 5120 * 8192 + 2 * 5120))

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import cdiv, launch, power_of_two
+
 
 @triton.jit
 def combine_kernel(
@@ -35,15 +37,16 @@ def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | Non
     tokens, hidden = slot_to_row.numel() // top_k, rows.shape[1]
     out = rows.new_empty(tokens, hidden)
     if tokens:
-        block = min(2048 if tokens >= 256 else 256, triton.next_power_of_2(hidden))
-        combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        block = min(2048 if tokens >= 256 else 256, power_of_two(hidden))
+        launch(
+            combine_kernel, (tokens, cdiv(hidden, block)),
             rows, slot_to_row, rows if weights is None else weights, out,
             H=hidden, TOP_K=top_k, WEIGHTED=weights is not None, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def sum_partials_kernel(partials, slot_to_row, out, num_slots, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip # noqa: E501
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(slot_to_row + slot, mask=slot < num_slots, other=-1)
@@ -57,8 +60,9 @@ def sum_partials(partials: Tensor, slot_to_row: Tensor, out: Tensor) -> Tensor:
     """out[slot] = sum of partials[slot_to_row[slot], :] in column order; zero for dropped slots."""
     slots = slot_to_row.numel()
     if slots:
-        block = min(256, triton.next_power_of_2(slots))
-        sum_partials_kernel[(triton.cdiv(slots, block),)](
-            partials, slot_to_row, out, slots, COLUMNS=partials.shape[1], BLOCK=block, num_warps=4
-        )
+        block = min(256, power_of_two(slots))
+        launch(
+            sum_partials_kernel, (cdiv(slots, block),), partials, slot_to_row, out, slots,
+            COLUMNS=partials.shape[1], BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return out

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
+from .launch import cdiv, launch
 from .tiles import (
     INTERPRET,
     choose,
@@ -24,6 +25,7 @@ from .tiles import (
     load_rows,
     load_weight,
     silu_mul,
+    strides,
     weight_operand,
 )
 
@@ -69,7 +71,7 @@ def _epilogue(
 def dgate_kernel(
     d_out, w, slot_weight, pre, d_pre, act, d_scale,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
-    stride_x, stride_e, stride_n, stride_k,
+    STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
     NEED_PRE: tl.constexpr, NEED_ACT: tl.constexpr, NEED_SCALE: tl.constexpr, PARTS: tl.constexpr,
     TMA: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -85,13 +87,13 @@ def dgate_kernel(
     rows = tl.load(tile_row + tile) + tl.arange(0, BM)
     mask = rows < tl.load(expert_offsets + expert + 1)
     slot = tl.load(row_to_slot + rows, mask=mask, other=0)
-    d_rows = d_out + (slot // TOP_K).to(tl.int64)[:, None] * stride_x
+    d_rows = d_out + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X
 
     n0 = column * BN
     acc = tl.zeros([BM, BN], dtype=tl.float32)
     for k in range(0, H, BK):
         a = load_rows(d_rows, k, H, BK, UPCAST)
-        b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
+        b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
         acc = dot(a, b, acc, PRECISION)
 
     scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
@@ -133,7 +135,7 @@ def dgate(
     tile = choose(
         "dgate", order.block_m, slots // experts, inner, hidden, d_out.dtype, d_out.device
     )
-    columns = triton.cdiv(inner, tile.bn)
+    columns = cdiv(inner, tile.bn)
     d_pre = torch.empty_like(pre) if need_pre else pre.new_empty(0)
     act = pre.new_empty((slots, inner) if need_act else (0,))
     d_scale = pre.new_empty((slots, columns) if need_scale else (0,), dtype=torch.float32)
@@ -141,10 +143,11 @@ def dgate(
         return d_pre, act, d_scale
     weight = down_proj.transpose(1, 2)  # [E, N = I, K = H]
     operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
-    dgate_kernel[(order.tile_expert.numel() * columns,)](
+    launch(
+        dgate_kernel, (order.tile_expert.numel() * columns,),
         d_out, operand, slot_weight, pre, d_pre, act, d_scale,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
-        d_out.stride(0), *weight.stride(),
+        STRIDE_X=d_out.stride(0), **strides(weight),
         H=hidden, I=inner, TOP_K=slots // d_out.shape[0], WEIGHT_ON_INPUT=weight_on_input,
         NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale,
         PARTS=4 if tile.bn >= 64 else 1,

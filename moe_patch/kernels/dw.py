@@ -6,16 +6,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..order import ExpertOrder
+from .launch import cdiv, descriptor, launch
 from .tiles import INTERPRET, choose, describable, dot, dot_precision, use_tma
 
 
 @triton.jit
 def dw_kernel(
     p, q, q_box, dw, row_to_slot, expert_offsets,
-    stride_p, stride_q, stride_e, stride_m, stride_n,
+    STRIDE_P: tl.constexpr, STRIDE_Q: tl.constexpr,
+    STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr, STRIDE_N: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -40,7 +41,7 @@ def dw_kernel(
             source = row + tl.arange(0, BK)
             if GATHER > 0:
                 source = tl.load(row_to_slot + source) // GATHER
-            at = p + source.to(tl.int64)[:, None] * stride_p + m[None, :]
+            at = p + source.to(tl.int64)[:, None] * STRIDE_P + m[None, :]
             a = tl.load(at) if M % BM == 0 else tl.load(at, mask=m[None, :] < M, other=0.0)
             b = q_box.load([row, n0])
             if UPCAST:
@@ -56,15 +57,15 @@ def dw_kernel(
         p_mask = mask if M % BM == 0 else mask & (m[None, :] < M)
         q_mask = mask if N % BN == 0 else mask & (n[None, :] < N)
         a = tl.load(
-            p + source.to(tl.int64)[:, None] * stride_p + m[None, :], mask=p_mask, other=0.0
+            p + source.to(tl.int64)[:, None] * STRIDE_P + m[None, :], mask=p_mask, other=0.0
         )
-        b = tl.load(q + rows.to(tl.int64)[:, None] * stride_q + n[None, :], mask=q_mask, other=0.0)
+        b = tl.load(q + rows.to(tl.int64)[:, None] * STRIDE_Q + n[None, :], mask=q_mask, other=0.0)
         if UPCAST:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = dot(a.T, b, acc, PRECISION)
 
-    at = expert.to(tl.int64) * stride_e + m[:, None] * stride_m + n[None, :] * stride_n
+    at = expert.to(tl.int64) * STRIDE_E + m[:, None] * STRIDE_M + n[None, :] * STRIDE_N
     tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
@@ -79,11 +80,13 @@ def dw(p: Tensor, q: Tensor, order: ExpertOrder, *, gather: int = 0, out: Tensor
     tile = choose(name, 128, rows, n, m, p.dtype, p.device)
     long = rows >= 512  # else the masked tail is most of the loop
     tma = long and use_tma(p.device) and describable(q)
-    grid = (experts * triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn),)
-    dw_kernel[grid](
-        p, q, TensorDescriptor.from_tensor(q, [tile.bk, tile.bn]) if tma else q, out,
+    grid = (experts * cdiv(m, tile.bm) * cdiv(n, tile.bn),)
+    launch(
+        dw_kernel, grid,
+        p, q, descriptor(q, (tile.bk, tile.bn)) if tma else q, out,
         order.row_to_slot, order.expert_offsets,
-        p.stride(0), q.stride(0), *out.stride(),
+        STRIDE_P=p.stride(0), STRIDE_Q=q.stride(0),
+        STRIDE_E=out.stride(0), STRIDE_M=out.stride(1), STRIDE_N=out.stride(2),
         M=m, N=n, GATHER=gather, TMA=tma,
         UPCAST=INTERPRET and p.dtype == torch.bfloat16, PRECISION=dot_precision(p.dtype),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,

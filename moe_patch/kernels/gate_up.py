@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
+from .launch import cdiv, launch
 from .tiles import (
     INTERPRET,
     choose,
@@ -17,6 +18,7 @@ from .tiles import (
     load_rows,
     load_weight,
     silu_mul,
+    strides,
     use_tma,
     weight_operand,
 )
@@ -26,7 +28,7 @@ from .tiles import (
 def gate_up_kernel(
     x, w, slot_weight, pre, act,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
-    stride_x, stride_e, stride_n, stride_k,
+    STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, SAVE_PRE: tl.constexpr,
     TMA: tl.constexpr, K_MAJOR: tl.constexpr, ONE_DOT: tl.constexpr,
@@ -43,14 +45,14 @@ def gate_up_kernel(
     rows = tl.load(tile_row + tile) + tl.arange(0, BM)
     mask = rows < tl.load(expert_offsets + expert + 1)
     slot = tl.load(row_to_slot + rows, mask=mask, other=0)
-    x_rows = x + (slot // TOP_K).to(tl.int64)[:, None] * stride_x
+    x_rows = x + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X
 
     n0 = column * BN
     if ONE_DOT:
         both = tl.zeros([BM, 2 * BN], dtype=tl.float32)
         for k in range(0, H, BK):
             a = load_rows(x_rows, k, H, BK, UPCAST)
-            b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, I, H, BN, BK, TMA, K_MAJOR, UPCAST, 2)  # fmt: skip # noqa: E501
+            b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, I, H, BN, BK, TMA, K_MAJOR, UPCAST, 2)  # fmt: skip # noqa: E501
             both = dot(a, b, both, PRECISION)
         gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
     else:  # N-major TMA boxes of the two halves cannot stand side by side in one operand
@@ -58,9 +60,9 @@ def gate_up_kernel(
         up = tl.zeros([BM, BN], dtype=tl.float32)
         for k in range(0, H, BK):
             a = load_rows(x_rows, k, H, BK, UPCAST)
-            b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
+            b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
             gate = dot(a, b, gate, PRECISION)
-            b = load_weight(w, expert, I + n0, k, stride_e, stride_n, stride_k, 2 * I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
+            b = load_weight(w, expert, I + n0, k, STRIDE_E, STRIDE_N, STRIDE_K, 2 * I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
             up = dot(a, b, up, PRECISION)
 
     n = n0 + tl.arange(0, BN)[None, :]
@@ -101,11 +103,12 @@ def gate_up(
     )
     one_dot = weight.stride(2) == 1 or not use_tma(x.device)
     operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk, 2 if one_dot else 1)
-    grid = (order.tile_expert.numel() * triton.cdiv(inner, tile.bn),)
-    gate_up_kernel[grid](
+    grid = (order.tile_expert.numel() * cdiv(inner, tile.bn),)
+    launch(
+        gate_up_kernel, grid,
         x, operand, slot_weight, pre, act,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
-        x.stride(0), *weight.stride(),
+        STRIDE_X=x.stride(0), **strides(weight),
         H=hidden, I=inner, TOP_K=slots // x.shape[0],
         WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre,
         TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, UPCAST=INTERPRET and x.dtype == torch.bfloat16,

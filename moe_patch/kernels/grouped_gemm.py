@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..order import ExpertOrder
+from .launch import cdiv, descriptor, launch
 from .tiles import (
     INTERPRET,
     choose,
@@ -18,6 +18,7 @@ from .tiles import (
     find_tile,
     load_rows,
     load_weight,
+    strides,
     use_tma,
     weight_operand,
 )
@@ -27,7 +28,7 @@ from .tiles import (
 def grouped_gemm_kernel(
     x, w, out,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
-    stride_x, stride_e, stride_n, stride_k,
+    STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     X_TMA: tl.constexpr, TMA: tl.constexpr, K_MAJOR: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -48,7 +49,7 @@ def grouped_gemm_kernel(
         slot = tl.load(row_to_slot + rows, mask=mask, other=0)
     if not X_TMA:
         source = slot // GATHER if GATHER > 0 else tl.where(mask, rows, first)
-        x_rows = x + source.to(tl.int64)[:, None] * stride_x
+        x_rows = x + source.to(tl.int64)[:, None] * STRIDE_X
 
     n0 = column * BN
     acc = tl.zeros([BM, BN], dtype=tl.float32)
@@ -59,7 +60,7 @@ def grouped_gemm_kernel(
                 a = a.to(tl.float32)
         else:
             a = load_rows(x_rows, k, K, BK, UPCAST)
-        b = load_weight(w, expert, n0, k, stride_e, stride_n, stride_k, N, K, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
+        b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, N, K, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
         acc = dot(a, b, acc, PRECISION)
 
     n = n0 + tl.arange(0, BN)[None, :]
@@ -90,11 +91,12 @@ def grouped_gemm(
     tile = choose("gemm", order.block_m, rows, n, k, x.dtype, x.device)
     operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
     x_tma = gather == 0 and use_tma(x.device) and describable(x)
-    grid = (order.tile_expert.numel() * triton.cdiv(n, tile.bn),)
-    grouped_gemm_kernel[grid](
-        TensorDescriptor.from_tensor(x, [tile.bm, tile.bk]) if x_tma else x, operand, out,
+    grid = (order.tile_expert.numel() * cdiv(n, tile.bn),)
+    launch(
+        grouped_gemm_kernel, grid,
+        descriptor(x, (tile.bm, tile.bk)) if x_tma else x, operand, out,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
-        x.stride(0), *weight.stride(),
+        STRIDE_X=x.stride(0), **strides(weight),
         N=n, K=k, GATHER=gather, SCATTER=scatter,
         X_TMA=x_tma, TMA=tma, K_MAJOR=k_major, UPCAST=INTERPRET and x.dtype == torch.bfloat16,
         PRECISION=dot_precision(x.dtype),

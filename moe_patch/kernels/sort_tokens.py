@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
+from .launch import cdiv, launch, power_of_two
 from .tiles import INTERPRET
 
 
@@ -19,16 +20,16 @@ def _bin(ids, slot, num_slots, E: tl.constexpr):
     return tl.where(slot < num_slots, expert, E + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def count_kernel(ids, counts, num_slots, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     expert = _bin(ids, block * BLOCK + tl.arange(0, BLOCK), num_slots, E)
     tl.store(counts + block * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
 def place_kernel(
-    ids, counts, scratch,
+    ids, counts,
     expert_offsets, row_to_slot, slot_to_row, tile_expert, tile_row, num_tiles,
     num_slots, num_blocks, E: tl.constexpr, BM: tl.constexpr,
     BINS: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr, CHUNK: tl.constexpr,
@@ -57,7 +58,7 @@ def place_kernel(
         tl.store(expert_offsets + bins, offset, mask=bins <= E)
         tl.store(num_tiles, tl.sum(tiles))
     # the i-th slot of this block in expert order is row i + shift[expert]
-    scratch += block * 3 * BINS
+    scratch = counts + (num_blocks + 3 * block) * BINS
     tl.store(scratch + bins, offset + before - (tl.cumsum(mine) - mine))
     tl.store(scratch + BINS + bins, offset)
     tl.store(scratch + 2 * BINS + bins, tile_offset)
@@ -80,7 +81,7 @@ def place_kernel(
 def _block(slots: int) -> int:
     """Slots a program sorts: small sorts are fast, many programs read many counts."""
     if INTERPRET or slots <= 512:
-        return min(64 if INTERPRET else 512, max(16, triton.next_power_of_2(slots)))
+        return min(64 if INTERPRET else 512, max(16, power_of_two(slots)))
     return next((b for b in (256, 512, 1024) if slots <= b * b // 4), 2048)
 
 
@@ -92,20 +93,21 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Ten
     """
     slots = top_k_index.numel()
     order = ExpertOrder.view(buffer, slots, num_experts, block_m)
-    bins = triton.next_power_of_2(num_experts + 2)
+    bins = power_of_two(num_experts + 2)
     block = _block(slots)
-    blocks = max(1, triton.cdiv(slots, block))
-    work = torch.empty((4, blocks, bins), dtype=torch.int32, device=buffer.device)
-    counts, scratch = work[0], work[1:]
+    blocks = max(1, cdiv(slots, block))
+    # counts [blocks, bins], then three rows of scratch for each block
+    counts = torch.empty((4, blocks, bins), dtype=torch.int32, device=buffer.device)
     if blocks > 1:
-        count_kernel[(blocks,)](
-            top_k_index, counts, slots, E=num_experts, BINS=bins, BLOCK=block, num_warps=4
-        )
-    place_kernel[(blocks,)](
-        top_k_index, counts, scratch,
+        launch(
+            count_kernel, (blocks,), top_k_index, counts, slots,
+            E=num_experts, BINS=bins, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    launch(
+        place_kernel, (blocks,), top_k_index, counts,
         order.expert_offsets, order.row_to_slot, order.slot_to_row,
         order.tile_expert, order.tile_row, order.num_tiles, slots, blocks,
         E=num_experts, BM=block_m, BINS=bins, BLOCK=block, SINGLE=blocks == 1,
-        CHUNK=max(1, min(4096 // bins, triton.next_power_of_2(blocks))), num_warps=4,
+        CHUNK=max(1, min(4096 // bins, power_of_two(blocks))), num_warps=4,
     )  # fmt: skip
     return order

@@ -5,14 +5,20 @@ BM rows of one expert x BN weight columns x BK of the reduction; `stages` deep s
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import table
+from .launch import descriptor, power_of_two
 
 INTERPRET: bool = triton.knobs.runtime.interpret
 
@@ -56,19 +62,93 @@ def fit_stages(tile: Tile, columns: int, itemsize: int, shared: int, idle: int =
     return Tile(tile.bm, tile.bn, tile.bk, tile.warps, stages, tile.group_m)
 
 
+def loaded(kernel: str, tile: Tile) -> int:
+    """Columns that the tile loads at a step of its reduction: gate_up takes both halves."""
+    return 2 * tile.bn if kernel == "gate_up" else tile.bn
+
+
+def fit(kernel: str, tile: Tile, n: int, itemsize: int, shared: int) -> Tile:
+    """The same tile with no more columns than N = n fills and no more stages than are held."""
+    tile = replace(tile, bn=min(tile.bn, max(16, power_of_two(n))))
+    # the index load in the loop takes two stages of the pipeline
+    idle = 2 if kernel == "dw_gathered" else 0
+    return fit_stages(tile, loaded(kernel, tile), itemsize, shared, idle)
+
+
+_forced: ContextVar[tuple[str, Tile] | None] = ContextVar("forced", default=None)
+
+
+@contextlib.contextmanager
+def forced(kernel: str, tile: Tile) -> Iterator[None]:
+    """Inside, in this thread, `choose` answers `tile` for `kernel`."""
+    token = _forced.set((kernel, tile))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
 def choose(
     kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> Tile:
-    """Configuration of `kernel` (gate_up, gemm, dgate, dw, dw_gathered).
+    """Configuration of `kernel` (gate_up, gemm, dgate, dw, dw_gathered): measured, or `heuristic`.
 
     For `rows` rows an expert (mean), N = n columns and a reduction over K = k; dw reduces over the
-    rows, and its k is M.
+    rows, and its k is M. The user's table goes before the shipped one.
     """
+    found = _forced.get()
+    if found is not None and found[0] == kernel:
+        return found[1]
+    return _choose(kernel, bm, rows, n, k, dtype, device)
+
+
+@functools.cache
+def _choose(
+    kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> Tile:
+    tile = None if INTERPRET else measured(kernel, bm, rows, n, k, dtype, device)
+    return tile or heuristic(kernel, bm, rows, n, k, dtype, device)
+
+
+def forget() -> None:
+    """The tables are read again, as after a change to a file."""
+    for cached in (_choose, table.user, table.shipped):
+        cached.cache_clear()
+
+
+@functools.cache
+def card(device: torch.device) -> tuple[str, str]:
+    """(name, architecture as sm_90 or gfx942); no name where there is no card."""
+    if device.type != "cuda":
+        return "", f"sm_{chip(device)[0]}"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.name, properties.gcnArchName.split(":")[0]
+    return properties.name, f"sm_{chip(device)[0]}"
+
+
+def measured(
+    kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> Tile | None:
+    """The tables' entry that fits the device's shared memory, for the arguments of `choose`."""
+    name, arch = card(device)
+    key = table.key(kernel, str(dtype).removeprefix("torch."), n, k, bm, rows)
+    for tiles in (table.user(name, triton.__version__) if name else {}, table.shipped(name, arch)):
+        if key in tiles:
+            shared, itemsize = chip(device)[1], dtype.itemsize
+            tile = fit(kernel, Tile(*tiles[key]), n, itemsize, shared)
+            if (tile.bm + loaded(kernel, tile)) * tile.bk * itemsize <= shared - 4096:
+                return tile
+    return None
+
+
+def heuristic(
+    kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> Tile:
+    """What `choose` answers where nothing was measured."""
     _, shared, _ = chip(device)
-    itemsize = dtype.itemsize
     if INTERPRET:
         return Tile(bm, 32, 32, 4, 1)
-    gathered = kernel == "dw_gathered"
     if kernel.startswith("dw"):
         bm = 64 if dtype == torch.float32 or shared < 160_000 else 128
     if dtype == torch.float32:
@@ -76,16 +156,13 @@ def choose(
     elif shared < 160_000:  # Ada, consumer Blackwell, CDNA: 64 to 100 KB
         tile = Tile(bm, 64, 32, 4, 3)
     elif bm == 128:
-        tile = Tile(bm, 128 if kernel == "gate_up" else 256, 64, 8, 5 if gathered else 4)
+        stages = 5 if kernel == "dw_gathered" else 4
+        tile = Tile(bm, 128 if kernel == "gate_up" else 256, 64, 8, stages)
     elif bm == 64:
         tile = Tile(bm, 128, 64, 4, 4)
     else:
         tile = Tile(bm, 64, 128, 4, 4)
-    bn = min(tile.bn, max(16, triton.next_power_of_2(n)))
-    tile = Tile(tile.bm, bn, tile.bk, tile.warps, tile.stages, tile.group_m)
-    if gathered:  # the index load in the loop takes two stages of the pipeline
-        return fit_stages(tile, bn, itemsize, shared, idle=2)
-    return fit_stages(tile, 2 * bn if kernel == "gate_up" else bn, itemsize, shared)
+    return fit(kernel, tile, n, dtype.itemsize, shared)
 
 
 def weight_operand(
@@ -102,13 +179,15 @@ def weight_operand(
     if not describable(stored):
         return weight, False, k_major
     if halves == 2:
-        return (
-            TensorDescriptor.from_tensor(stored.unflatten(1, (2, -1)), [1, 2, bn, bk]),
-            True,
-            True,
-        )
-    block = [1, bn, bk] if k_major else [1, bk, bn]
-    return TensorDescriptor.from_tensor(stored, block), True, k_major
+        (experts, n, k), (stride_e, stride_n, _) = stored.shape, stored.stride()
+        shape, strides = (experts, 2, n // 2, k), (stride_e, n // 2 * stride_n, stride_n, 1)
+        return descriptor(stored, (1, 2, bn, bk), shape, strides), True, True
+    return descriptor(stored, (1, bn, bk) if k_major else (1, bk, bn)), True, k_major
+
+
+def strides(weight: Tensor) -> dict[str, int]:
+    """Of a logical [E, N, K] weight, as kernels take them."""
+    return dict(zip(("STRIDE_E", "STRIDE_N", "STRIDE_K"), weight.stride()))
 
 
 def describable(tensor: Tensor) -> bool:
@@ -140,7 +219,8 @@ def find_tile(pid, num_tiles, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def load_weight(
-    w, expert, n0, k0, stride_e, stride_n, stride_k, n_end,
+    w, expert, n0, k0,
+    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr, n_end,
     K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TMA: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr, HALVES: tl.constexpr = 1,
 ):  # fmt: skip
@@ -159,8 +239,8 @@ def load_weight(
         column = tl.arange(0, HALVES * BN)
         n = n0 + column % BN
         k = k0 + tl.arange(0, BK)
-        at = w + expert.to(tl.int64) * stride_e + k[:, None] * stride_k
-        at += (n + column // BN * n_end)[None, :] * stride_n
+        at = w + expert.to(tl.int64) * STRIDE_E + k[:, None] * STRIDE_K
+        at += (n + column // BN * n_end)[None, :] * STRIDE_N
         if K % BK == 0:
             tile = tl.load(at, mask=n[None, :] < n_end, other=0.0)
         else:

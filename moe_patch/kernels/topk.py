@@ -7,18 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import cdiv, launch, power_of_two
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def topk_kernel(
-    logits, index, weights, num_tokens, stride,
+    logits, index, weights, dense, num_tokens, STRIDE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
-    EP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    DENSE: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (token < num_tokens)[:, None]
     token = tl.minimum(token, num_tokens - 1)
     expert = tl.arange(0, EP)[None, :]
-    at = token.to(tl.int64)[:, None] * stride + expert
+    at = token.to(tl.int64)[:, None] * STRIDE + expert
     x = tl.load(logits + at, mask=expert < E, other=float("-inf")).to(tl.float32)
 
     # one key sorts by logit, then by lowest id; int32 order equals float order after the flip
@@ -44,11 +46,16 @@ def topk_kernel(
     to = token.to(tl.int64)[:, None] * K + choice
     tl.store(index + to, chosen.to(index.dtype.element_ty), mask=inside & (choice < K))
     tl.store(weights + to, score.to(weights.dtype.element_ty), mask=inside & (choice < K))
+    if DENSE:
+        last = tl.min(tl.where(choice < K, best, 0x7FFFFFFFFFFFFFFF), axis=1)[:, None]
+        score = tl.where(key >= last, 1.0 / (1.0 + tl.exp(-x)), 0.0)
+        at = token.to(tl.int64)[:, None] * E + expert
+        tl.store(dense + at, score.to(dense.dtype.element_ty), mask=inside & (expert < E))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def topk_backward_kernel(
-    logits, index, d_weights, d_logits, num_tokens, stride,
+    logits, index, d_weights, d_logits, num_tokens, STRIDE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     EP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +64,7 @@ def topk_backward_kernel(
     mask = (token < num_tokens)[:, None]
     token = tl.minimum(token, num_tokens - 1)
     expert = tl.arange(0, EP)[None, :]
-    at = token.to(tl.int64)[:, None] * stride + expert
+    at = token.to(tl.int64)[:, None] * STRIDE + expert
     x = tl.load(logits + at, mask=expert < E, other=float("-inf")).to(tl.float32)
     chosen = tl.zeros([BLOCK, EP], dtype=tl.int1)
     d = tl.zeros([BLOCK, EP], dtype=tl.float32)  # gradient of the weights, dense
@@ -83,27 +90,36 @@ def topk_backward_kernel(
 
 
 def _launch(tokens: int, experts: int) -> tuple[int, int, tuple[int]]:
-    padded = triton.next_power_of_2(max(experts, 2))
-    block = max(1, min(1024 // padded, triton.next_power_of_2(max(tokens, 1))))
-    return padded, block, (triton.cdiv(tokens, block),)
+    padded = power_of_two(max(experts, 2))
+    block = max(1, min(1024 // padded, power_of_two(max(tokens, 1))))
+    return padded, block, (cdiv(tokens, block),)
 
 
 def topk(
-    router_logits: Tensor, top_k: int, *, sigmoid: bool, renormalize: bool, dtype: torch.dtype
+    router_logits: Tensor,
+    top_k: int,
+    *,
+    sigmoid: bool,
+    renormalize: bool,
+    dtype: torch.dtype,
+    dense: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(index [T, K] int64, weights [T, K] dtype) of logits [T, E] whose rows are contiguous.
 
-    Best first; equal logits go to the lowest expert id; scores in float32.
+    Best first; equal logits go to the lowest expert id; scores in float32. `dense` [T, E] receives
+    the chosen experts' sigmoids, zero for the others.
     """
     tokens, experts = router_logits.shape
     index = torch.empty((tokens, top_k), dtype=torch.int64, device=router_logits.device)
     weights = torch.empty((tokens, top_k), dtype=dtype, device=router_logits.device)
     if tokens:
         padded, block, grid = _launch(tokens, experts)
-        topk_kernel[grid](
-            router_logits, index, weights, tokens, router_logits.stride(0),
-            E=experts, K=top_k, SIGMOID=sigmoid, RENORMALIZE=renormalize,
-            EP=padded, KP=max(2, triton.next_power_of_2(top_k)),  # tl.topk fails on one element
+        launch(
+            topk_kernel, grid,
+            router_logits, index, weights, weights if dense is None else dense, tokens,
+            STRIDE=router_logits.stride(0), E=experts, K=top_k,
+            SIGMOID=sigmoid, RENORMALIZE=renormalize, DENSE=dense is not None,
+            EP=padded, KP=max(2, power_of_two(top_k)),  # tl.topk fails on one element
             BLOCK=block, num_warps=4,
         )  # fmt: skip
     return index, weights
@@ -117,9 +133,10 @@ def topk_backward(
     d_logits = torch.empty_like(router_logits, memory_format=torch.contiguous_format)
     if tokens:
         padded, block, grid = _launch(tokens, experts)
-        topk_backward_kernel[grid](
-            router_logits, index, d_weights, d_logits, tokens, router_logits.stride(0),
-            E=experts, K=index.shape[1], SIGMOID=sigmoid, RENORMALIZE=renormalize,
+        launch(
+            topk_backward_kernel, grid, router_logits, index, d_weights, d_logits, tokens,
+            STRIDE=router_logits.stride(0), E=experts, K=index.shape[1],
+            SIGMOID=sigmoid, RENORMALIZE=renormalize,
             EP=padded, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return d_logits

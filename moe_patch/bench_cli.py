@@ -1,0 +1,252 @@
+"""python -m moe_patch bench: what it takes, what it prints, what it writes."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from . import bench, bench_model, parity, shapes
+from .bench import OURS, Ceilings, Timing
+from .bench_model import Rate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TOKENS = (1, 64, 1024, 4096)
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Those that only `bench` has; --shape, --tokens, --dtype and --json it shares."""
+    flag = command.add_argument
+    flag("--mode", nargs="+", choices=bench.MODES, help="default: both; forward with --graph")
+    flag("--graph", action="store_true", help="time CUDA graphs: no launches in the way")
+    flag("--no-eager", action="store_true", help="leave out HF's slow loop")
+    flag("--no-compile", action="store_true", help="leave out HF under torch.compile")
+    flag("--csv", metavar="FILE", type=Path)
+    flag("--png", metavar="FILE", type=Path, help="draw time and TFLOP/s over tokens")
+    flag(
+        "--model-config",
+        metavar="FILE",
+        type=Path,
+        help="time a whole model of random weights instead, from its config.json",
+    )
+    flag("--layers", metavar="N", type=int, help="of that model; default: all")
+    flag("--tasks", nargs="+", choices=bench_model.TASKS, help="of that model; default: all")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError, in one sentence, for what cannot be asked for."""
+    for name in options.shape:
+        shapes.find(name)
+    if options.graph and "backward" in (options.mode or ()):
+        raise ValueError("--graph times the forward only: leave out --mode backward")
+    if options.model_config:
+        ours = ("shape", "tokens", "dtype", "mode", "graph", "no_eager", "no_compile", "png")
+        given = [f"--{name.replace('_', '-')}" for name in ours if getattr(options, name)]
+        if given:
+            raise ValueError(
+                f"--model-config times a whole model and takes no {given[0]}: run bench twice"
+            )
+        bench_model.read_config(options.model_config, options.layers)
+    elif options.layers is not None or options.tasks:
+        raise ValueError("--layers and --tasks are of a whole model: name its --model-config")
+    if options.png and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib, which the extra moe_patch[bench] installs")
+    for file in filter(None, (options.csv, options.png, options.json)):
+        if not Path(file).parent.is_dir():
+            raise ValueError(f"there is no folder for {str(file)!r}: make it first")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Times, prints, writes. Returns 1 when parity fails, with no times shown; 2 without a MoE."""
+    with _progress() as progress:
+        done = (_models if options.model_config else _blocks)(options, progress)
+    if isinstance(done, str):
+        print(f"moe_patch: {done}", file=sys.stderr)
+        return 2
+    if isinstance(done, parity.ParityReport):
+        print(done)
+        print("moe_patch: no times are shown, because parity fails", file=sys.stderr)
+        return 1
+    rows, ceilings, notes = done
+    environment = parity.environment("cuda")
+    if options.csv:
+        write_csv(rows, options.csv)
+    if options.png and rows:
+        figure(rows).savefig(options.png, dpi=120)
+    if options.json:
+        text = to_json(rows, environment=environment, ceilings=ceilings, notes=notes)
+        print(text) if options.json == "-" else Path(options.json).write_text(text + "\n")
+    if options.json != "-":
+        print("\n".join([f"moe_patch bench on {environment}", *map(str, ceilings)]))
+        console = Console() if sys.stdout.isatty() else Console(width=120)
+        for table in _rate_tables(rows) if options.model_config else _timing_tables(rows):
+            console.print(table)
+        print("".join(f"note: {note}\n" for note in notes), end="")
+    return 0
+
+
+Done = tuple[Sequence[Any], list[Ceilings], list[str]]
+
+
+def _blocks(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport:
+    dtypes = [DTYPES[name] for name in options.dtype or ["bf16"]]
+    modes = options.mode or (["forward"] if options.graph else list(bench.MODES))
+    names = options.shape or ["qwen3_30b", "llama4_scout"]
+    todo = [*itertools.product(names, dtypes, modes, options.tokens or TOKENS)]
+    task = progress.add_task("", total=len(todo))
+    timings, notes = [], []
+    for name, dtype, mode, tokens in todo:
+        progress.update(task, description=f"{name} {str(dtype)[6:]} {mode} {tokens}")
+        result = bench.bench(
+            name,
+            tokens,
+            mode=mode,
+            dtype=dtype,
+            eager=not options.no_eager,
+            compiled=not options.no_compile,
+            graph=options.graph,
+        )
+        if result.report and not result.report.passed:
+            return result.report
+        timings += result.timings
+        notes += result.notes
+        progress.advance(task)
+    timed = dict.fromkeys(getattr(torch, t.dtype) for t in timings)
+    return timings, [*map(bench.ceilings, timed)], notes
+
+
+def _models(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport | str:
+    name, todo = options.model_config.stem, bench_model.rows(options.tasks or bench_model.TASKS)
+    task = progress.add_task(f"{name}: building", total=len(todo))
+    config = bench_model.read_config(options.model_config, options.layers)
+    try:
+        model = bench_model.build(config)
+        progress.update(task, description=f"{name}: parity")
+        report = parity.check_parity(model, blocks=1, backward=False)
+    except torch.OutOfMemoryError as error:
+        note = bench.short_of(error, f"{config.get_text_config().num_hidden_layers} layers")
+        return [], [], [f"{name}: skipped, {note}: use --layers"]
+    except ValueError as error:  # no block of it can be patched
+        return str(error)
+    if not report.passed:
+        return report
+    rates, notes = [], []
+    for row in todo:
+        progress.update(task, description="{}: {} {} x {}".format(name, *row))
+        found = bench_model.rate(model, name, *row)
+        (notes if isinstance(found, str) else rates).append(found)
+        progress.advance(task)
+    return rates, [], notes
+
+
+def _progress() -> Progress:
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
+    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+
+
+def write_csv(rows: Sequence[Any], path: Path) -> None:
+    """One line for each of these dataclasses, with a header; an empty file when there are none."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(rows[0])] if rows else [])
+        if rows:
+            writer.writeheader()
+        writer.writerows(map(asdict, rows))
+
+
+def to_json(rows: Iterable[Any], *, ceilings: Iterable[Ceilings] = (), **about: Any) -> str:
+    """The rows and what they hold for: environment, ceilings, notes."""
+    found = {"ceilings": [*map(asdict, ceilings)], "timings": [*map(asdict, rows)]}
+    return json.dumps(about | found, indent=2)
+
+
+def _timing_tables(timings: Iterable[Timing]) -> Iterable[Table]:
+    for key, group in itertools.groupby(
+        timings, lambda t: (t.shape, t.dtype, t.mode, t.tokens, t.limit_ms)
+    ):
+        with_memory = key[2] == "backward"
+        header = ["", "ms", "p10 to p90", "TFLOP/s", "x limit"]
+        header += ["kept MB", "peak MB"] * with_memory
+        table = Table(
+            *header,
+            f"{OURS} is",
+            title="{}, {}, {}, {} tokens; limit {:.3f} ms".format(*key),
+            title_justify="left",
+        )
+        for t in group:
+            cells = [t.implementation, f"{t.ms:.3f}", f"{t.p10:.3f} to {t.p90:.3f}"]
+            cells += [f"{t.tflops:.0f}", f"{t.ms / t.limit_ms:.2f}"]
+            cells += [f"{t.kept_mb:.1f}", f"{t.peak_mb:.1f}"] if with_memory else []
+            cells.append("" if t.implementation == OURS else f"{t.speedup:.2f} x as fast")
+            table.add_row(*cells)
+        yield table
+
+
+def _rate_tables(rates: Sequence[Rate]) -> Iterable[Table]:
+    for key, group in itertools.groupby(rates, lambda r: (r.model, r.layers)):
+        header = ("", "batch", "prompt", "HF tokens/s", "patched tokens/s", "patched is")
+        title = "{}, {} layers, random bfloat16 weights".format(*key)
+        table = Table(*header, title=title, title_justify="left")
+        for r in group:
+            cells = [r.task, f"{r.batch}", f"{r.prompt}", f"{r.hf_tokens_s:.4g}"]
+            table.add_row(*cells, f"{r.tokens_s:.4g}", f"{r.speedup:.2f} x as fast")
+        yield table
+
+
+def figure(timings: Sequence[Timing]) -> Figure:
+    """A row for each shape, dtype and mode: time and TFLOP/s over tokens, the limit dashed."""
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    def key(t: Timing) -> tuple[str, str, str]:
+        return t.shape, t.dtype, t.mode
+
+    def draw(points: dict[int, tuple[float, float]], axes: Sequence[Any], **style: Any) -> None:
+        tokens = sorted(points)
+        for axis, which in zip(axes, (0, 1)):
+            axis.plot(tokens, [points[t][which] for t in tokens], **style)
+
+    groups = dict.fromkeys(map(key, timings))
+    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(_names(timings)))}
+    drawing = Figure(figsize=(12, 4 * len(groups)), layout="constrained")
+    grid = drawing.subplots(len(groups), 2, squeeze=False)
+    for group, (left, right) in zip(groups, grid):
+        rows = [t for t in timings if key(t) == group]
+        for name in dict.fromkeys(_names(rows)):
+            points = {t.tokens: (t.ms, t.tflops) for t in rows if t.implementation == name}
+            width = 2.5 if name == OURS else 1.2
+            draw(points, (left, right), label=name, color=colors[name], lw=width, marker="o", ms=4)
+        limit = {t.tokens: (t.limit_ms, t.tflops * t.ms / t.limit_ms) for t in rows}
+        draw(limit, (left, right), label="limit", color="black", lw=1, ls="--")
+        for axis, what in ((left, "ms"), (right, "TFLOP/s")):
+            axis.set_xscale("log", base=2)
+            axis.set(title=", ".join(group), xlabel="tokens", ylabel=what)
+            axis.grid(alpha=0.3)
+            ticks = sorted({t.tokens for t in rows})
+            axis.set_xticks(ticks, [str(t) for t in ticks], minor=False)
+        left.set_yscale("log")
+        left.legend(fontsize="small")
+    return drawing
+
+
+def _names(timings: Iterable[Timing]) -> list[str]:
+    return [t.implementation for t in timings]
