@@ -136,18 +136,26 @@ def test_only_the_chosen_experts_are_computed(monkeypatch, device):
     assert shapes == [((3, 64), (3, 2), "input")]
 
 
-def test_hook_that_changes_the_router_scores_is_obeyed(device):
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_hook_that_changes_the_router_scores_is_obeyed(device, grad, in_place):
+    factors = torch.tensor([1.0, 0.5] * 4, device=device)
+
     def prune(router, args, output):
         scores, logits = output
-        return scores * torch.tensor([1.0, 0.5] * 4, device=device), logits
+        if in_place:
+            scores *= factors
+            return None
+        return scores * factors, logits
 
     plain, patched = (tiny_block("llama4", device) for _ in range(2))
     moe_patch.patch(patched)
     hidden = torch.randn(1, 5, 64, device=device)
-    before = patched(hidden)[0]
-    for block in (plain, patched):
-        block.router.register_forward_hook(prune)
-    actual, expected = patched(hidden)[0], plain(hidden)[0]
+    with torch.set_grad_enabled(grad):
+        before = patched(hidden)[0]
+        for block in (plain, patched):
+            block.router.register_forward_hook(prune)
+        actual, expected = patched(hidden)[0], plain(hidden)[0]
     assert_close(actual, expected)
     assert not torch.allclose(actual, before)
 

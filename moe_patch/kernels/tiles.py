@@ -157,7 +157,8 @@ def heuristic(
         tile = Tile(bm, 64, 32, 4, 3)
     elif bm == 128:
         stages = 5 if kernel == "dw_gathered" else 4
-        tile = Tile(bm, 128 if kernel == "gate_up" else 256, 64, 8, stages)
+        bk = 32 if kernel == "dw_gathered" and rows <= 256 else 64  # less of it past the rows
+        tile = Tile(bm, 128 if kernel == "gate_up" else 256, bk, 8, stages)
     elif bm == 64:
         tile = Tile(bm, 128, 64, 4, 4)
     else:

@@ -1,0 +1,111 @@
+"""Direct launches answer as Triton's own do, whatever they are given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops import assert_close, moe
+
+from moe_patch import reference
+from moe_patch.experts import fused_experts
+from moe_patch.kernels import launch as launcher
+from moe_patch.kernels.launch import cdiv, descriptor, power_of_two
+
+
+@given(st.integers(1, 2**40), st.integers(1, 2**20))
+def test_cdiv_and_power_of_two(a, b):
+    assert (cdiv(a, b) - 1) * b < a <= cdiv(a, b) * b
+    assert power_of_two(a) // 2 < a <= power_of_two(a)
+    assert power_of_two(a).bit_count() == 1
+
+
+def test_descriptors_are_kept_and_keep_nothing():
+    tensor = torch.zeros(4, 64, dtype=torch.float16)
+    one = descriptor(tensor, (2, 32))
+    assert one is descriptor(tensor, (2, 32)) is not descriptor(tensor, (4, 32))
+    assert one.base.data_ptr() == tensor.data_ptr() and one.shape == [4, 64]
+    assert not any(isinstance(value, torch.Tensor) for value in vars(one.base).values())
+
+
+@pytest.fixture
+def binaries(monkeypatch):
+    found = {}
+    monkeypatch.setattr(launcher, "_binaries", found)
+    assert launcher.DIRECT
+    return found
+
+
+def both_ways(monkeypatch, **arguments):
+    """(through the binaries found before, through Triton's own launch)."""
+    with torch.no_grad():
+        ours = fused_experts(**arguments)
+        monkeypatch.setattr(launcher, "DIRECT", False)
+        other = fused_experts(**arguments)
+        monkeypatch.setattr(launcher, "DIRECT", True)
+    return ours, other
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_the_same_bits_as_by_triton(device, binaries, monkeypatch, tokens):
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        arguments = moe(device, dtype, tokens, 128, 64, 8, 2, grad=False)
+        for _ in range(2):
+            ours, other = both_ways(monkeypatch, **arguments)
+            assert torch.equal(ours, other)
+    known = len(binaries)
+    both_ways(monkeypatch, **moe(device, torch.float16, tokens, 128, 64, 8, 2, grad=False))
+    assert known and len(binaries) == known  # nothing is looked for again
+
+
+@pytest.mark.gpu
+def test_unaligned_tensors_go_through_triton(device, binaries, monkeypatch):
+    """A binary that loads 16 bytes at once must not meet a pointer between them."""
+    arguments = moe(device, torch.bfloat16, 50, 128, 64, 8, 2, grad=False)
+    fused_experts(**arguments)
+    known = len(binaries)
+    memory = torch.randn(50 * 128 + 1, device=device, dtype=torch.bfloat16)
+    arguments["hidden_states"] = memory[1:].view(50, 128)
+    assert arguments["hidden_states"].data_ptr() % 16
+    truth = reference.fused_experts(**{k: v.double() if v.is_floating_point() else v
+                                       for k, v in arguments.items()})  # fmt: skip
+    assert_close(fused_experts(**arguments), truth, torch.bfloat16)
+    assert len(binaries) == known
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_used(device, binaries):
+    """On a side stream, behind a long wait: a launch on another stream would read zeros."""
+    arguments = moe(device, torch.bfloat16, 50, 128, 64, 8, 2, grad=False)
+    expected = fused_experts(**arguments)
+    late = torch.zeros_like(arguments["hidden_states"])
+    given = arguments | {"hidden_states": late}
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(arguments["hidden_states"])
+        ours = fused_experts(**given)
+    side.synchronize()
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.gpu
+def test_profilers_see_every_launch(device, binaries):
+    import triton
+
+    arguments = moe(device, torch.bfloat16, 50, 128, 64, 8, 2, grad=False)
+    fused_experts(**arguments)
+    names = []
+
+    def hook(metadata):
+        names.append(metadata.get()["name"])
+
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        fused_experts(**arguments)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert "gate_up_kernel" in names and "combine_kernel" in names
