@@ -431,7 +431,10 @@ def test_times_are_measured(mode):
     assert not result.notes, result.notes
     assert [t.implementation for t in timings] == names(build("tiny_qwen3"), 64, mode)
     assert all(0 < t.p10 <= t.ms <= t.p90 and t.tflops > 0 for t in timings)
-    assert all(t.ms >= 0.9 * t.limit_ms for t in timings)
+    limit = bench.ceilings(torch.bfloat16).limit_ms(
+        SHAPES["qwen3_30b"], 64, backward=mode != "forward"
+    )
+    assert {t.limit_ms for t in timings} == {limit}
     assert timings[0].speedup == 1
     if mode == "backward":
         weights = 128 * 3 * 2048 * 768 * 2 / 1e6
@@ -448,8 +451,6 @@ def test_graphs_are_timed_and_what_cannot_be_captured_is_named():
     assert len(result.notes) == 1 and "HF eager left out" in result.notes[0]
     assert {t.mode for t in result.timings} == {"forward, graph"}
     torch.randn(1, device="cuda")  # a capture that failed would break it
-    again = bench.bench("qwen3_30b", 16, budget_ms=200, eager=False, compiled=False)
-    assert found["HF grouped_mm"].ms < again.timings[1].ms
 
 
 @pytest.mark.gpu
