@@ -80,7 +80,8 @@ class Llama4TextMoe(hf.Llama4TextMoe):
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
         overlap = _overlaps(hidden_states)
         if overlap:  # both only read weights: together they keep the memory busy
-            main, side = torch.cuda.current_stream(), _side_stream(hidden_states.device)
+            device = hidden_states.device  # need not be the current one
+            main, side = torch.cuda.current_stream(device), _side_stream(device)
             side.wait_stream(main)
             with torch.cuda.stream(side):
                 shared = self.shared_expert(hidden_states)

@@ -202,3 +202,15 @@ def test_experts_quantised_after_patching_run_hf(device):
     block.experts.__class__ = hf.Llama4TextExperts
     for ours, theirs in zip(block(hidden), expected):
         assert_close(ours, theirs)
+
+
+@pytest.mark.multigpu
+def test_second_stream_of_another_gpu_than_the_current_one():
+    block = tiny_block("llama4", torch.device("cuda", 1))
+    moe_patch.patch(block)
+    hidden = torch.randn(1, 40, 64, device="cuda:1")
+    alone = block(hidden)[0]
+    with torch.no_grad():
+        for _ in range(20):
+            torch.cuda._sleep(1_000_000)  # on the current GPU: what waits for it reads too early
+            assert_close(block(hidden)[0], alone)

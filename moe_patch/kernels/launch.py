@@ -31,7 +31,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     `args` are tensors, descriptors and non-negative counts marked do_not_specialize; `constants`
     are the constexpr parameters, num_warps and num_stages.
     """
-    if not DIRECT or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler
+    hooks = triton.knobs.runtime
+    if not DIRECT or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler
         kernel[grid](*args, **constants)
         return
     bits, values, kind = 0, [], [kernel.fn, torch.cuda.current_device()]
