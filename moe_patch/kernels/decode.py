@@ -28,7 +28,7 @@ def decode_gate_up_kernel(
     x, w, index, slot_weight, act,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
-    WEIGHT_ON_INPUT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1)
     expert = tl.load(index + slot).to(tl.int64)
@@ -38,7 +38,7 @@ def decode_gate_up_kernel(
         rows = w + expert * STRIDE_E + n[:, None] * STRIDE_N
         gate = tl.zeros([BN, BK], dtype=tl.float32)
         up = tl.zeros([BN, BK], dtype=tl.float32)
-        for k0 in tl.range(0, H, BK, num_stages=STAGES):
+        for k0 in range(0, H, BK):
             k = k0 + tl.arange(0, BK)
             a = tl.load(row + k, mask=k < H, other=0.0).to(tl.float32)[None, :]
             at = rows + k[None, :] * STRIDE_K
@@ -54,7 +54,7 @@ def decode_down_kernel(
     act, w, index, slot_weight, out,
     STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
-    WEIGHTED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHTED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -65,7 +65,7 @@ def decode_down_kernel(
         if (expert >= 0) & (expert < E):
             scale = tl.load(slot_weight + slot).to(tl.float32) if WEIGHTED else 1.0
             rows = w + expert * STRIDE_E + n[:, None] * STRIDE_N
-            for k0 in tl.range(0, I, BK, num_stages=STAGES):
+            for k0 in range(0, I, BK):
                 k = k0 + tl.arange(0, BK)
                 a = tl.load(act + slot * I + k, mask=k < I, other=0.0) * scale
                 acc += _weights(rows + k[None, :] * STRIDE_K, n, k, H, I, BN, BK) * a[None, :]
@@ -81,15 +81,15 @@ def decodes(top_k_index: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> boo
 
 
 def _block(weight: Tensor, *, down: bool) -> dict[str, int]:
-    """A program's columns, the block of the reduction, pipeline stages and warps for a weight."""
+    """A program's columns, the block of its reduction and its warps, for a weight."""
     if INTERPRET:
-        return {"BN": 16, "BK": 64, "STAGES": 1, "num_warps": 4}
+        return {"BN": 16, "BK": 64, "num_warps": 4}
     size, k = weight.element_size(), power_of_two(weight.shape[2])
     if weight.stride(2) == 1:
         bk = min(2048 // size, k)
-        return {"BN": 4 if down and k <= bk else 2, "BK": bk, "STAGES": 1, "num_warps": 4}
+        return {"BN": 4 if down and k <= bk else 2, "BK": bk, "num_warps": 4}
     bk = min((1024 if down else 256) // size, k)
-    return {"BN": 64 // size, "BK": bk, "STAGES": 1, "num_warps": 8}
+    return {"BN": 64 // size, "BK": bk, "num_warps": 8}
 
 
 def decode(
