@@ -261,6 +261,20 @@ def test_model_level(use, name):
     assert not row.passed and row.ratio > 1.1
 
 
+@pytest.mark.parametrize("theirs, passes", [(1.0, True), (0.9, False)])
+def test_model_level_judges_the_median(use, monkeypatch, theirs, passes):
+    """One token whose routing flips must not decide; all tokens a little worse must."""
+    ours, hf = torch.full((512,), 1.0), torch.full((512,), theirs)
+    ours[7] = 1e6
+    answers = iter([ours, hf])
+    monkeypatch.setattr(parity, "_kl", lambda *_: next(answers))
+    model = build_model("tiny_qwen3", layers=1).half()
+    report = check_parity(model, tokens=64, backward=False, model_level=True)
+    row = report.sections[-1].rows[0]
+    assert row.passed == passes and row.ratio == pytest.approx(1 / theirs)
+    assert row.note.startswith("mean 1.95e+03 beside")
+
+
 def test_model_level_says_when_it_cannot(use):
     report = check_parity(build("tiny_qwen3"), tokens=64, backward=False, model_level=True)
     assert report.passed and "no vocabulary" in str(report)
