@@ -55,13 +55,6 @@ def block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
     return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows < 192 else 128
 
 
-def fit_stages(tile: Tile, columns: int, itemsize: int, shared: int, idle: int = 0) -> Tile:
-    """The same tile with as many stages of (bm + columns) * bk as shared memory holds."""
-    stage = (tile.bm + columns) * tile.bk * itemsize
-    stages = max(1, min(tile.stages, (shared - 4096) // stage + idle))
-    return Tile(tile.bm, tile.bn, tile.bk, tile.warps, stages, tile.group_m)
-
-
 def loaded(kernel: str, tile: Tile) -> int:
     """Columns that the tile loads at a step of its reduction: gate_up takes both halves."""
     return 2 * tile.bn if kernel == "gate_up" else tile.bn
@@ -72,7 +65,8 @@ def fit(kernel: str, tile: Tile, n: int, itemsize: int, shared: int) -> Tile:
     tile = replace(tile, bn=min(tile.bn, max(16, power_of_two(n))))
     # the index load in the loop takes two stages of the pipeline
     idle = 2 if kernel == "dw_gathered" else 0
-    return fit_stages(tile, loaded(kernel, tile), itemsize, shared, idle)
+    stage = (tile.bm + loaded(kernel, tile)) * tile.bk * itemsize
+    return replace(tile, stages=max(1, min(tile.stages, (shared - 4096) // stage + idle)))
 
 
 _forced: ContextVar[tuple[str, Tile] | None] = ContextVar("forced", default=None)
@@ -181,8 +175,8 @@ def weight_operand(
         return weight, False, k_major
     if halves == 2:
         (experts, n, k), (stride_e, stride_n, _) = stored.shape, stored.stride()
-        shape, strides = (experts, 2, n // 2, k), (stride_e, n // 2 * stride_n, stride_n, 1)
-        return descriptor(stored, (1, 2, bn, bk), shape, strides), True, True
+        halved = (experts, 2, n // 2, k), (stride_e, n // 2 * stride_n, stride_n, 1)
+        return descriptor(stored, (1, 2, bn, bk), *halved), True, True
     return descriptor(stored, (1, bn, bk) if k_major else (1, bk, bn)), True, k_major
 
 
