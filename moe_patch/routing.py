@@ -53,7 +53,6 @@ def sigmoid_scores(router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, T
     zero for the others; index [T, K]; weights [T, K] float32). See `select_experts`."""
     from .kernels.topk import topk
 
-    router_logits = router_logits.detach()
     if router_logits.stride(-1) != 1:
         router_logits = router_logits.contiguous()
     scores = torch.empty_like(router_logits, memory_format=torch.contiguous_format)
