@@ -19,8 +19,6 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TextColumn,
@@ -262,10 +260,8 @@ def _tune(options: argparse.Namespace) -> int:
         raise UsageError(kernels.why_not("cuda") or "tune needs a GPU, the one it tunes for")
     results: list[tune.Result] = []
     each = [len(tune.jobs(shapes.find(n), options.backward, options.kernel)) for n in options.shape]
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
-    console = Console(stderr=True)
     code = 0
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+    with bench_cli.progress_bar() as progress:
         task = progress.add_task("", total=sum(each) * len(options.tokens))
         try:
             for result in _usage(

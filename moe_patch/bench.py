@@ -11,6 +11,7 @@ import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ BATCHED_TOKENS = 64
 OURS = "moe_patch"
 
 Call = Callable[[], None]
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -201,29 +203,29 @@ def ready(calls: dict[str, Call], *, graph: bool) -> tuple[dict[str, Call], dict
     return working, failed
 
 
+def rounds(calls: dict[Name, Callable[[], object]], count: int) -> dict[Name, list[float]]:
+    """Milliseconds of every call, `count` times in turn, the L2 cache overwritten before each.
+
+    Launches run ahead of the GPU, as in a model: the host is waited for only when slower.
+    """
+    cache = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
+    pairs: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+    for _ in range(count):
+        for name, call in calls.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cache.zero_()
+            begin.record()
+            call()
+            end.record()
+            pairs[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {n: [begin.elapsed_time(end) for begin, end in every] for n, every in pairs.items()}
+
+
 def times(calls: dict[str, Call], *, budget_ms: float) -> dict[str, list[float]]:
     """Milliseconds of every call, over interleaved rounds that take about `budget_ms` in all."""
-    cache = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
-
-    def events(call: Call) -> list[torch.cuda.Event]:
-        begin, end = pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        cache.zero_()
-        begin.record()
-        call()
-        end.record()
-        return pair
-
-    def rounds(count: int) -> dict[str, list[float]]:
-        """Launches run ahead of the GPU, as in a model: the host is waited for only when slower."""
-        pairs = [{name: events(call) for name, call in calls.items()} for _ in range(count)]
-        torch.cuda.synchronize()
-        return {
-            name: [begin.elapsed_time(end) for begin, end in (p[name] for p in pairs)]
-            for name in calls
-        }
-
-    per_round = sum(max(every) for every in rounds(2).values())
-    return rounds(min(200, max(10, int(budget_ms / per_round))))
+    per_round = sum(max(every) for every in rounds(calls, 2).values())
+    return rounds(calls, min(200, max(10, int(budget_ms / per_round))))
 
 
 def bench(

@@ -79,7 +79,7 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Times, prints, writes. Returns 1 when parity fails, with no times shown; 2 without a MoE."""
-    with _progress() as progress:
+    with progress_bar() as progress:
         done = (_models if options.model_config else _blocks)(options, progress)
     if isinstance(done, str):
         print(f"moe_patch: {done}", file=sys.stderr)
@@ -160,7 +160,8 @@ def _models(options: argparse.Namespace, progress: Progress) -> Done | parity.Pa
     return rates, [], notes
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
+    """How far it is, what is under way and for how long, on stderr; gone in the end."""
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
     return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
 

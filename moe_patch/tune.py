@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .bench import rounds
 from .order import ExpertOrder
 from .shapes import Shape, find
 
@@ -192,20 +193,9 @@ def candidates(
     return list(dict.fromkeys(found))
 
 
-def times(calls: dict[Tile, Callable[[], object]], rounds: int) -> dict[Tile, float]:
-    """Median milliseconds over interleaved rounds, the L2 cache overwritten before every call."""
-    cache = torch.empty(1 << 29, dtype=torch.int8, device="cuda")
-    pairs: dict[Tile, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {t: [] for t in calls}
-    for _ in range(rounds):
-        for tile, call in calls.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            cache.zero_()
-            begin.record()
-            call()
-            end.record()
-            pairs[tile].append((begin, end))
-    torch.cuda.synchronize()
-    return {t: statistics.median(b.elapsed_time(e) for b, e in every) for t, every in pairs.items()}
+def times(calls: dict[Tile, Callable[[], object]], count: int) -> dict[Tile, float]:
+    """Median milliseconds of `count` interleaved rounds."""
+    return {tile: statistics.median(every) for tile, every in rounds(calls, count).items()}
 
 
 def right(ours: Tensor, reference: Tensor) -> bool:

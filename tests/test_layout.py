@@ -42,7 +42,7 @@ ARROWS |= {
     "bench": BENEATH | {"compare", "parity", "shadow"},
     "bench_cli": BENEATH | {"bench", "bench_model", "parity"},
     "bench_model": BENEATH | {"bench"},
-    "tune": BENEATH | {"kernels.*", "order"},
+    "tune": BENEATH | {"bench", "kernels.*", "order"},
     "__init__": BENEATH | {"parity", "pretrained"},
     "__main__": BENEATH
     | {"bench", "bench_cli", "compare", "parity", "pretrained", "tune", "kernels.*"},
