@@ -9,10 +9,10 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_submodules
 from peft import LoraConfig, get_peft_model
-from test_patcher import (
+from tiny import (
     assert_close,
     both_families,
-    fused_calls,  # noqa: F401
+    fused_calls_fixture,  # noqa: F401
     layers,
     tiny_model,
     tokens,
@@ -45,7 +45,7 @@ def swapped(model):
 
 @both_families
 @pytest.mark.parametrize("order", ["patch, offload", "offload, patch"])
-def test_cpu_offload(family, order, device, fused_calls):  # noqa: F811
+def test_cpu_offload(family, order, device, fused_calls):
     model = tiny_model(family, device)
     expected = logits(model, device)
     steps = {
@@ -65,7 +65,7 @@ def test_cpu_offload(family, order, device, fused_calls):  # noqa: F811
 
 @both_families
 @pytest.mark.parametrize("order", ["patch, offload", "offload, patch"])
-def test_unpatch_under_offload(family, order, device, fused_calls):  # noqa: F811
+def test_unpatch_under_offload(family, order, device, fused_calls):
     model, plain = tiny_model(family, device), tiny_model(family, device)
     expected = logits(plain, device)
     offload(plain, device)
@@ -86,7 +86,7 @@ def test_unpatch_under_offload(family, order, device, fused_calls):  # noqa: F81
 
 
 @both_families
-def test_patch_after_hooks_were_removed(family, device, fused_calls):  # noqa: F811
+def test_patch_after_hooks_were_removed(family, device, fused_calls):
     """accelerate leaves the class's bound forward on the instance, which would hide the swap."""
     model = tiny_model(family, device)
     expected = logits(model, device)
@@ -120,7 +120,7 @@ def process_group(device):
 
 @both_families
 @pytest.mark.parametrize("order", ["patch, shard", "shard, patch"])
-def test_fully_sharded_layers(family, order, device, process_group, fused_calls):  # noqa: F811
+def test_fully_sharded_layers(family, order, device, process_group, fused_calls):
     model = tiny_model(family, device)
     expected, expected_grads = trained(copy.deepcopy(model), device)
     steps = {
@@ -161,7 +161,7 @@ def trained(model, device):
 
 @both_families
 @pytest.mark.parametrize("order", ["patch first", "adapters first"])
-def test_adapters_on_experts_train_the_same(family, order, device, fused_calls):  # noqa: F811
+def test_adapters_on_experts_train_the_same(family, order, device, fused_calls):
     plain, patched = tiny_model(family, device), tiny_model(family, device)
     if order == "patch first":
         moe_patch.patch(patched)
@@ -187,7 +187,7 @@ def test_adapters_on_experts_train_the_same(family, order, device, fused_calls):
     assert torch.equal(trained(patched, device)[0], expected) and not fused_calls
 
 
-def test_merged_adapters_give_the_same_model(device, fused_calls):  # noqa: F811
+def test_merged_adapters_give_the_same_model(device, fused_calls):
     model = get_peft_model(tiny_model("qwen3_moe", device), adapters("qwen3_moe"))
     moe_patch.patch(model)
     expected = logits(model, device)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from test_patcher import TINY, assert_close, tiny_block, tiny_config, tiny_model, tokens
+from tiny import TINY, assert_close, tiny_block, tiny_config, tiny_model, tokens
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -350,7 +350,7 @@ def test_fp8_name_delegates_and_says_so(monkeypatch):
 
 SCRIPT = """
 import torch
-from test_patcher import tiny_block
+from tiny import tiny_block
 import moe_patch
 from moe_patch.models import decorated, llama4, qwen3_moe
 

@@ -6,7 +6,15 @@ import copy
 
 import pytest
 import torch
-from test_patcher import assert_close, tiny_block, tiny_model, tokens
+from tiny import (
+    assert_close,
+    assert_same_scores,
+    assert_same_step,
+    tiny_block,
+    tiny_model,
+    tokens,
+    train_step,
+)
 from transformers.models.qwen3_moe import modeling_qwen3_moe as hf
 
 import moe_patch
@@ -25,24 +33,6 @@ def pair(device):
     return plain, patched
 
 
-def train_step(model, ids, **kwargs):
-    """(loss, outputs, every gradient) of one step."""
-    model.zero_grad()
-    out = model(ids, labels=ids, **kwargs)
-    out.loss.backward()
-    return out, {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def assert_same_step(actual, expected):
-    (out, grads), (other, others) = actual, expected
-    assert_close(out.loss, other.loss)
-    assert_close(out.logits, other.logits)
-    assert grads.keys() == others.keys()
-    for name, grad in grads.items():
-        assert grad is not None and grad.dtype == others[name].dtype, name
-        assert_close(grad, others[name])
-
-
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_router_returns_what_hf_returns(renormalise, dtype, device):
@@ -55,16 +45,7 @@ def test_router_returns_what_hf_returns(renormalise, dtype, device):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
     assert torch.equal(actual[0], expected[0])  # the logits
     assert torch.equal(actual[2], expected[2])  # the choice
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(actual[1], expected[1], rtol=2 * eps, atol=eps)
-    if dtype == torch.float32:
-        grad = torch.randn_like(expected[1])
-        inputs = (hidden, router.weight)
-        for ours, theirs in zip(
-            torch.autograd.grad(actual[1], inputs, grad),
-            torch.autograd.grad(expected[1], inputs, grad),
-        ):
-            assert_close(ours, theirs)
+    assert_same_scores(actual[1], expected[1], (hidden, router.weight))
 
 
 def test_router_is_fused_in_the_model(pair, device, monkeypatch):

@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import torch
-from test_patcher import (
+from tiny import (
     TINY,
     assert_close,
     both_families,
-    fused_calls,  # noqa: F401
+    fused_calls_fixture,  # noqa: F401
     tiny_config,
     tiny_model,
     tokens,
@@ -125,7 +125,7 @@ def test_loading_with_the_hook(family, tmp_path):
         assert not is_patched(load()), name
 
 
-def test_loaded_with_the_hook_computes_the_same(folder, device, fused_calls):  # noqa: F811
+def test_loaded_with_the_hook_computes_the_same(folder, device, fused_calls):
     plain = AutoModelForCausalLM.from_pretrained(folder).to(device)
     with moe_patch.enabled():
         model = AutoModelForCausalLM.from_pretrained(folder).to(device)
@@ -236,7 +236,7 @@ def load(how: str, folder, **kwargs) -> nn.Module:
 
 
 @pytest.mark.parametrize("how", ["from_pretrained", "from_config"])
-def test_experts_implementation(how, folder, device, fused_calls):  # noqa: F811
+def test_experts_implementation(how, folder, device, fused_calls):
     model = load(how, folder, experts_implementation="moe_patch").to(device)
     assert model.config._experts_implementation == "moe_patch"
     with torch.no_grad():
@@ -249,7 +249,7 @@ def test_experts_implementation(how, folder, device, fused_calls):  # noqa: F811
 
 
 @pytest.mark.parametrize("patch_too", [True, False])
-def test_unpatch_returns_hf_s_default(folder, device, patch_too, fused_calls):  # noqa: F811
+def test_unpatch_returns_hf_s_default(folder, device, patch_too, fused_calls):
     default = load("from_pretrained", folder).config._experts_implementation
     assert default != "moe_patch"
     model = load("from_pretrained", folder, experts_implementation="moe_patch").to(device)
