@@ -24,7 +24,8 @@ def _bin(ids, slot, num_slots, E: tl.constexpr):
 def count_kernel(ids, counts, num_slots, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     expert = _bin(ids, block * BLOCK + tl.arange(0, BLOCK), num_slots, E)
-    tl.store(counts + block * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS))
+    found = tl.histogram(expert, BINS, mask=expert < E)
+    tl.store(counts + block * BINS + tl.arange(0, BINS), found)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_blocks"])
@@ -39,7 +40,7 @@ def place_kernel(
     local = tl.arange(0, BLOCK)
     expert = _bin(ids, block * BLOCK + local, num_slots, E)
     if SINGLE:
-        mine = tl.histogram(expert, BINS)
+        mine = tl.histogram(expert, BINS, mask=expert < E)
         total = mine
         before = tl.zeros([BINS], dtype=tl.int32)
     else:
@@ -52,10 +53,12 @@ def place_kernel(
             total += tl.sum(chunk, axis=0)
             before += tl.sum(tl.where(b < block, chunk, 0), axis=0)
     offset = tl.cumsum(total) - total
-    tiles = tl.where(bins < E, (total + BM - 1) // BM, 0)
+    rows = tl.sum(total)
+    tiles = (total + BM - 1) // BM
     tile_offset = tl.cumsum(tiles) - tiles
     if block == 0:
-        tl.store(expert_offsets + bins, offset, mask=bins <= E)
+        tl.store(expert_offsets + bins, offset, mask=bins < E)
+        tl.store(expert_offsets + E, rows)
         tl.store(num_tiles, tl.sum(tiles))
     # the i-th slot of this block in expert order is row i + shift[expert]
     scratch = counts + (num_blocks + 3 * block) * BINS
@@ -67,13 +70,15 @@ def place_kernel(
     key = tl.sort(expert * BLOCK + local)
     expert = key // BLOCK
     slot = block * BLOCK + key % BLOCK
-    row = local + tl.load(scratch + expert)
+    known = expert < E
+    dropped = rows + block * BLOCK - tl.sum(before) - tl.sum(mine)
+    row = local + tl.load(scratch + expert, mask=known, other=dropped)
     inside = slot < num_slots
     tl.store(row_to_slot + row, slot, mask=inside)
-    tl.store(slot_to_row + slot, tl.where(expert < E, row, -1), mask=inside)
-    rank = row - tl.load(scratch + BINS + expert)
-    tile = tl.load(scratch + 2 * BINS + expert) + rank // BM
-    leads = inside & (expert < E) & (rank % BM == 0)
+    tl.store(slot_to_row + slot, tl.where(known, row, -1), mask=inside)
+    rank = row - tl.load(scratch + BINS + expert, mask=known, other=0)
+    tile = tl.load(scratch + 2 * BINS + expert, mask=known, other=0) + rank // BM
+    leads = known & (rank % BM == 0)
     tl.store(tile_expert + tile, expert, mask=leads)
     tl.store(tile_row + tile, row, mask=leads)
 
@@ -93,7 +98,7 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Ten
     """
     slots = top_k_index.numel()
     order = ExpertOrder.view(buffer, slots, num_experts, block_m)
-    bins = power_of_two(num_experts + 2)
+    bins = power_of_two(max(num_experts, 2))
     block = _block(slots)
     blocks = max(1, cdiv(slots, block))
     # counts [blocks, bins], then three rows of scratch for each block

@@ -14,7 +14,7 @@ from .launch import cdiv, launch, power_of_two
 def topk_kernel(
     logits, index, weights, dense, num_tokens, STRIDE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
-    DENSE: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    DENSE: tl.constexpr, NARROW: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (token < num_tokens)[:, None]
@@ -26,12 +26,21 @@ def topk_kernel(
     # one key sorts by logit, then by lowest id; int32 order equals float order after the flip
     bits = x.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (bits.to(tl.int64) << 32) | (EP - 1 - expert).to(tl.int64)
-    key = tl.where(expert < E, key, -0x7FFFFFFFFFFFFFFF)
-    best = tl.topk(key, KP)
-    chosen = EP - 1 - (best & 0xFFFFFFFF).to(tl.int32)
-    bits = (best >> 32).to(tl.int32)
-    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    if NARROW:  # logits of 16 bits: float32 leaves its last 13 free
+        key = (bits & -0x2000) | (EP - 1 - expert)
+        key = tl.where(expert < E, key, -0x80000000)
+        best = tl.topk(key, KP)
+        chosen = EP - 1 - (best & 0x1FFF)
+        bits = best & -0x2000
+        bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -0x2000
+        value = bits.to(tl.float32, bitcast=True)
+    else:
+        key = (bits.to(tl.int64) << 32) | (EP - 1 - expert).to(tl.int64)
+        key = tl.where(expert < E, key, -0x7FFFFFFFFFFFFFFF)
+        best = tl.topk(key, KP)
+        chosen = EP - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+        bits = (best >> 32).to(tl.int32)
+        value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
     choice = tl.arange(0, KP)[None, :]
     if SIGMOID:
@@ -47,7 +56,8 @@ def topk_kernel(
     tl.store(index + to, chosen.to(index.dtype.element_ty), mask=inside & (choice < K))
     tl.store(weights + to, score.to(weights.dtype.element_ty), mask=inside & (choice < K))
     if DENSE:
-        last = tl.min(tl.where(choice < K, best, 0x7FFFFFFFFFFFFFFF), axis=1)[:, None]
+        most = 0x7FFFFFFF if NARROW else 0x7FFFFFFFFFFFFFFF
+        last = tl.min(tl.where(choice < K, best, most), axis=1)[:, None]
         score = tl.where(key >= last, 1.0 / (1.0 + tl.exp(-x)), 0.0)
         at = token.to(tl.int64)[:, None] * E + expert
         tl.store(dense + at, score.to(dense.dtype.element_ty), mask=inside & (expert < E))
@@ -119,6 +129,7 @@ def topk(
             router_logits, index, weights, weights if dense is None else dense, tokens,
             STRIDE=router_logits.stride(0), E=experts, K=top_k,
             SIGMOID=sigmoid, RENORMALIZE=renormalize, DENSE=dense is not None,
+            NARROW=router_logits.element_size() == 2 and padded <= 1 << 13,
             EP=padded, KP=max(2, power_of_two(top_k)),  # tl.topk fails on one element
             BLOCK=block, num_warps=4,
         )  # fmt: skip
