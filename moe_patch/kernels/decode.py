@@ -6,13 +6,15 @@ act W_down^T over its choices. For as good as no expert chosen twice.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, launch, power_of_two
-from .tiles import INTERPRET, silu_mul, strides
+from .launch import Launch, cdiv, power_of_two
+from .tiles import INTERPRET, silu_mul
 
 
 @triton.jit
@@ -80,12 +82,12 @@ def decodes(top_k_index: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> boo
     return tokens > 0 and few and all(1 in w.stride()[1:] for w in (gate_up_proj, down_proj))
 
 
-def _block(weight: Tensor, *, down: bool) -> dict[str, int]:
+def _block(size: int, k: int, strides: tuple[int, int, int], *, down: bool) -> dict[str, int]:
     """A program's columns, the block of its reduction and its warps, for a weight."""
     if INTERPRET:
         return {"BN": 16, "BK": 64, "num_warps": 4}
-    size, k = weight.element_size(), power_of_two(weight.shape[2])
-    if weight.stride(2) == 1:
+    k = power_of_two(k)
+    if strides[2] == 1:
         bk = min(2048 // size, k)
         return {"BN": 4 if down and k <= bk else 2, "BK": bk, "num_warps": 4}
     bk = min((1024 if down else 256) // size, k)
@@ -103,22 +105,43 @@ def decode(
 ) -> Tensor:
     """fused_experts [T, H] -> [T, H] for the cases that `decodes` accepts; nothing is kept."""
     tokens, hidden = x.shape
-    experts, _, inner = down_proj.shape
     top_k = top_k_index.shape[1]
+    inner = down_proj.shape[2]
+    gate_up, down = _launches(
+        hidden, inner, down_proj.shape[0], top_k, weight_on_input,
+        x.element_size(), x.stride(0), gate_up_proj.stride(), down_proj.stride(),
+    )  # fmt: skip
     act = torch.empty((tokens * top_k, inner), dtype=torch.float32, device=x.device)
     out = x.new_empty(x.shape)
-    sizes = {"H": hidden, "I": inner, "E": experts, "TOP_K": top_k}
-    block = _block(gate_up_proj, down=False)
-    launch(
-        decode_gate_up_kernel, (cdiv(inner, block["BN"]), tokens * top_k),
-        x, gate_up_proj, top_k_index, top_k_weights, act,
-        STRIDE_X=x.stride(0), **strides(gate_up_proj), **sizes,
-        WEIGHT_ON_INPUT=weight_on_input, **block,
-    )  # fmt: skip
-    block = _block(down_proj, down=True)
-    launch(
-        decode_down_kernel, (cdiv(hidden, block["BN"]), tokens),
-        act, down_proj, top_k_index, top_k_weights, out,
-        **strides(down_proj), **sizes, WEIGHTED=not weight_on_input, **block,
-    )  # fmt: skip
+    grid = (cdiv(inner, gate_up["BN"]), tokens * top_k)
+    gate_up(grid, x, gate_up_proj, top_k_index, top_k_weights, act)
+    grid = (cdiv(hidden, down["BN"]), tokens)
+    down(grid, act, down_proj, top_k_index, top_k_weights, out)
     return out
+
+
+@functools.lru_cache(1024)
+def _launches(
+    hidden: int,
+    inner: int,
+    experts: int,
+    top_k: int,
+    weight_on_input: bool,
+    itemsize: int,
+    stride_x: int,
+    *strides: tuple[int, int, int],
+) -> tuple[Launch, Launch]:
+    """Of the two kernels."""
+    sizes = {"H": hidden, "I": inner, "E": experts, "TOP_K": top_k}
+    gate_up, down = (dict(zip(("STRIDE_E", "STRIDE_N", "STRIDE_K"), each)) for each in strides)
+    block = _block(itemsize, hidden, strides[0], down=False)
+    first = Launch(
+        decode_gate_up_kernel,
+        STRIDE_X=stride_x, **gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input, **block,
+    )  # fmt: skip
+    block = _block(itemsize, inner, strides[1], down=True)
+    second = Launch(
+        decode_down_kernel,
+        **down, **sizes, WEIGHTED=not weight_on_input, **block,
+    )  # fmt: skip
+    return first, second

@@ -25,38 +25,62 @@ DIRECT: bool = (
 _binaries: dict[tuple, tuple] = {}
 
 
+class Launch(dict):
+    """A kernel and its constants, put together once where every microsecond counts."""
+
+    def __init__(self, kernel: Any, **constants: Any) -> None:
+        super().__init__(constants)
+        self.kernel = kernel
+        self.binaries: dict[tuple, tuple] = {}
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        """As `launch`."""
+        _start(self.kernel, grid, args, self, [], self.binaries)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """kernel[grid](*args, **constants) on the current device and stream.
 
     `args` are tensors, descriptors and non-negative counts marked do_not_specialize; `constants`
     are the constexpr parameters, num_warps and num_stages.
     """
+    _start(kernel, grid, args, constants, [kernel.fn, *constants.values()], _binaries)
+
+
+def _start(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple,
+    constants: dict[str, Any],
+    kind: list,
+    binaries: dict[tuple, tuple],
+) -> None:
+    """`kind`, with the device and the dtypes, is what `binaries` knows it by."""
     hooks = triton.knobs.runtime
     if not DIRECT or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler
         kernel[grid](*args, **constants)
         return
-    bits, values, kind = 0, [], [kernel.fn, torch.cuda.current_device()]
+    device = torch.cuda.current_device()
+    kind.append(device)
+    bits, values = 0, []
     for arg in args:
         if isinstance(arg, Tensor):
-            pointer = arg.data_ptr()
-            bits |= pointer
-            values.append(pointer)
             kind.append(arg.dtype)
-        else:
-            values.append(arg)
-            if isinstance(arg, int):
-                bits |= arg >> 31  # i64
-    kind.extend(constants.values())
+            arg = arg.data_ptr()
+            bits |= arg
+        elif isinstance(arg, int):
+            bits |= arg >> 31  # i64
+        values.append(arg)
     key = tuple(kind)
-    binary = _binaries.get(key)
+    binary = binaries.get(key)
     if binary is None or bits & 15:
         compiled = kernel[grid](*args, **constants)
         if not bits & 15:
             unread = (None,) * (len(kernel.params) - len(args))  # the launcher skips constexprs
-            _binaries[key] = compiled.run, compiled.function, compiled.packed_metadata, unread
+            binaries[key] = compiled.run, compiled.function, compiled.packed_metadata, unread
         return
     run, function, metadata, unread = binary
-    stream = torch._C._cuda_getCurrentRawStream(kind[1])
+    stream = torch._C._cuda_getCurrentRawStream(device)
     x, y, z = (*grid, 1, 1)[:3]
     run(x, y, z, stream, function, metadata, None, None, None, *values, *unread)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, launch, power_of_two
+from .launch import Launch, cdiv, launch, power_of_two
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def topk_kernel(
     logits, index, weights, dense, num_tokens, STRIDE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
-    DENSE: tl.constexpr, NARROW: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    DENSE: tl.constexpr, NARROW: tl.constexpr,
+    EP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (token < num_tokens)[:, None]
@@ -99,7 +102,7 @@ def topk_backward_kernel(
     tl.store(d_logits + to, grad.to(d_logits.dtype.element_ty), mask=mask & (expert < E))
 
 
-def _launch(tokens: int, experts: int) -> tuple[int, int, tuple[int]]:
+def _sizes(tokens: int, experts: int) -> tuple[int, int, tuple[int]]:
     padded = power_of_two(max(experts, 2))
     block = max(1, min(1024 // padded, power_of_two(max(tokens, 1))))
     return padded, block, (cdiv(tokens, block),)
@@ -123,17 +126,34 @@ def topk(
     index = torch.empty((tokens, top_k), dtype=torch.int64, device=router_logits.device)
     weights = torch.empty((tokens, top_k), dtype=dtype, device=router_logits.device)
     if tokens:
-        padded, block, grid = _launch(tokens, experts)
-        launch(
-            topk_kernel, grid,
-            router_logits, index, weights, weights if dense is None else dense, tokens,
-            STRIDE=router_logits.stride(0), E=experts, K=top_k,
-            SIGMOID=sigmoid, RENORMALIZE=renormalize, DENSE=dense is not None,
-            NARROW=router_logits.element_size() == 2 and padded <= 1 << 13,
-            EP=padded, KP=max(2, power_of_two(top_k)),  # tl.topk fails on one element
-            BLOCK=block, num_warps=4,
+        padded, block, grid = _sizes(tokens, experts)
+        narrow = router_logits.element_size() == 2 and padded <= 1 << 13
+        start = _topk(
+            experts, top_k, padded, block, router_logits.stride(0),
+            sigmoid, renormalize, dense is not None, narrow,
         )  # fmt: skip
+        start(grid, router_logits, index, weights, weights if dense is None else dense, tokens)
     return index, weights
+
+
+@functools.lru_cache(1024)
+def _topk(
+    experts: int,
+    top_k: int,
+    padded: int,
+    block: int,
+    stride: int,
+    sigmoid: bool,
+    renormalize: bool,
+    dense: bool,
+    narrow: bool,
+) -> Launch:
+    return Launch(
+        topk_kernel, STRIDE=stride, E=experts, K=top_k,
+        SIGMOID=sigmoid, RENORMALIZE=renormalize, DENSE=dense, NARROW=narrow,
+        EP=padded, KP=max(2, power_of_two(top_k)),  # tl.topk fails on one element
+        BLOCK=block, num_warps=4,
+    )  # fmt: skip
 
 
 def topk_backward(
@@ -143,7 +163,7 @@ def topk_backward(
     tokens, experts = router_logits.shape
     d_logits = torch.empty_like(router_logits, memory_format=torch.contiguous_format)
     if tokens:
-        padded, block, grid = _launch(tokens, experts)
+        padded, block, grid = _sizes(tokens, experts)
         launch(
             topk_backward_kernel, grid, router_logits, index, d_weights, d_logits, tokens,
             STRIDE=router_logits.stride(0), E=experts, K=index.shape[1],
