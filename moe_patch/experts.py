@@ -10,35 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .grouped import DTYPES, expert_order, grouped_gemm, rows_contiguous, sort
 from .kernels import on_device, op, require
 from .order import ExpertOrder
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def _rows_contiguous(x: Tensor) -> Tensor:
-    """Kernels read rows with 16-byte loads: the last dimension must be contiguous."""
-    return x if x.stride(-1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
-
-
-def expert_order(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> ExpertOrder:
-    """Sorts the slots of top_k_index [T, K] by expert, for `grouped_gemm` on operands of `dtype`.
-
-    Ids outside 0 .. num_experts - 1 are dropped. Raises RuntimeError where kernels cannot run.
-    """
-    require(top_k_index.device)
-    with on_device(top_k_index.device):
-        return _sort(top_k_index, num_experts, dtype)[0]
-
-
-def _sort(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[ExpertOrder, Tensor]:
-    from .kernels.sort_tokens import sort_tokens
-    from .kernels.tiles import block_m
-
-    height = block_m(top_k_index.numel(), num_experts, dtype)
-    numel = ExpertOrder.numel(top_k_index.numel(), num_experts, height)
-    buffer = torch.empty(numel, dtype=torch.int32, device=top_k_index.device)
-    return sort_tokens(top_k_index.contiguous(), num_experts, height, buffer), buffer
+__all__ = ["DTYPES", "expert_order", "fused_experts", "grouped_gemm"]
 
 
 def _view(buffer: Tensor, num_slots: int, num_experts: int, dtype: torch.dtype) -> ExpertOrder:
@@ -54,23 +30,39 @@ def _by_sort(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     weight_on_input: bool,
+    low: list[Tensor],
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [T, H], pre-activation [S, 2I] or empty unless `save`, order buffer)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out [T, H], pre-activation [S, 2I] or empty unless `save`, order buffer, x A^T of the two
+    low-rank updates [S, R], empty without)."""
     from .kernels.combine import combine
     from .kernels.gate_up import gate_up
     from .kernels.grouped_gemm import grouped_gemm as gemm
 
-    x, weights = _rows_contiguous(hidden_states), top_k_weights.contiguous()
-    order, buffer = _sort(top_k_index, gate_up_proj.shape[0], x.dtype)
+    x, weights = rows_contiguous(hidden_states), top_k_weights.contiguous()
+    order, buffer = sort(top_k_index, gate_up_proj.shape[0], x.dtype)
+    updates = [_update(x, order, *low[:2]), _update(x, order, *low[2:])]
     act, pre = gate_up(
-        x, gate_up_proj, order, weights, weight_on_input=weight_on_input, save_pre=save
-    )
-    rows = gemm(act, down_proj, order, out=x.new_empty(act.shape[0], x.shape[1]))
+        x, gate_up_proj, order, weights, weight_on_input=weight_on_input, save_pre=save,
+        low_rank=updates[0],
+    )  # fmt: skip
+    rows = x.new_empty(act.shape[0], x.shape[1])
+    gemm(act, down_proj, order, out=rows, low_rank=updates[1])
     out = combine(
         rows, order.slot_to_row, top_k_index.shape[1], None if weight_on_input else weights
     )
-    return out, pre, buffer
+    sides = (x.new_empty(0) if update is None else update.side for update in updates)
+    return out, pre, buffer, *sides
+
+
+def _update(x: Tensor, order: ExpertOrder, a: Tensor | None = None, b: Tensor | None = None):
+    """A low-rank update as kernels take it; None without."""
+    from .kernels.tiles import LowRank
+
+    if a is None or not a.numel():
+        return None
+    side = x.new_empty(order.row_to_slot.numel(), a.shape[1])
+    return LowRank(a.contiguous(), b.contiguous(), side)
 
 
 @op(lambda hidden_states, *_: hidden_states.new_empty(hidden_states.shape))
@@ -81,21 +73,22 @@ def _experts_inference(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     weight_on_input: bool,
+    low: list[Tensor],
 ) -> Tensor:
     """out [T, H]; nothing is kept for a backward."""
     from .kernels.decode import decode, decodes
 
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
-        if not decodes(top_k_index, gate_up_proj, down_proj):
-            return _by_sort(*tensors, weight_on_input, False)[0]
+        if low or not decodes(top_k_index, gate_up_proj, down_proj):
+            return _by_sort(*tensors, weight_on_input, low, False)[0]
         return decode(
-            _rows_contiguous(hidden_states), gate_up_proj, down_proj,
+            rows_contiguous(hidden_states), gate_up_proj, down_proj,
             top_k_index.contiguous(), top_k_weights.contiguous(), weight_on_input=weight_on_input,
         )  # fmt: skip
 
 
-def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, *_):
+def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, _, on_input, low):
     from .kernels.tiles import block_m
 
     slots, (experts, inner, _) = top_k_index.numel(), gate_up_proj.shape
@@ -104,6 +97,10 @@ def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, *_):
         hidden_states.new_empty(hidden_states.shape),
         hidden_states.new_empty(slots, inner),
         top_k_index.new_empty(numel, dtype=torch.int32),
+        *(
+            hidden_states.new_empty((slots, a.shape[1]) if a.numel() else (0,))
+            for a in (low[::2] or (hidden_states.new_empty(0),) * 2)
+        ),
     )
 
 
@@ -115,21 +112,23 @@ def _experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     weight_on_input: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [T, H], pre-activation [S, 2I], order buffer)."""
+    low: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out [T, H], pre-activation [S, 2I], order buffer, the low-rank updates' x A^T)."""
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
-        return _by_sort(*tensors, weight_on_input, True)
+        return _by_sort(*tensors, weight_on_input, low, True)
 
 
 def _fake_backward(
-    d_out, hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer, weight_on_input, need
-):
-    inputs = (hidden_states, gate_up_proj, down_proj, top_k_weights)
-    return tuple(
+    d_out, hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer, sides,
+    weight_on_input, low, need
+):  # fmt: skip
+    inputs = (hidden_states, gate_up_proj, down_proj, top_k_weights, *low)
+    return [
         (torch.empty_like(x) if x.dim() == 3 else x.new_empty(x.shape)) if n else x.new_empty(0)
         for x, n in zip(inputs, need)
-    )
+    ]
 
 
 @op(_fake_backward)
@@ -141,25 +140,40 @@ def _experts_backward(
     top_k_weights: Tensor,
     pre: Tensor,
     buffer: Tensor,
+    sides: list[Tensor],
     weight_on_input: bool,
+    low: list[Tensor],
     need: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of (hidden_states, gate_up_proj, down_proj, top_k_weights); empty if not needed."""
+) -> list[Tensor]:
+    """Gradients of (hidden_states, gate_up_proj, down_proj, top_k_weights, *low); empty if not
+    needed.
+
+    With y = x (W + B A)^T: dA = (dy B)^T x, dB = dy^T (x A^T), and dx = dy W + (dy B) A is a
+    product with the transposed weight and its low-rank update A^T B^T.
+    """
     from .kernels.combine import combine, sum_partials
     from .kernels.dgate import dgate
     from .kernels.dw import dw
     from .kernels.grouped_gemm import grouped_gemm as gemm
 
-    need_hidden, need_gate_up, need_down, need_weights = need
+    need_hidden, need_gate_up, need_down, need_weights, *need_low = need
+    need_a1, need_b1, need_a2, need_b2 = need_low or (False,) * 4
+    a1, b1, a2, b2 = low or (None,) * 4
     grads = [hidden_states.new_empty(0) for _ in need]
     top_k, slots = top_k_weights.shape[1], top_k_weights.numel()
     with on_device(hidden_states.device):
-        x, d_out = _rows_contiguous(hidden_states), _rows_contiguous(d_out)
+        x, d_out = rows_contiguous(hidden_states), rows_contiguous(d_out)
         order = _view(buffer, slots, gate_up_proj.shape[0], x.dtype)
+        turned = [
+            () if a is None or not a.numel() else (b.transpose(1, 2), a.transpose(1, 2))
+            for a, b in ((a1, b1), (a2, b2))
+        ]
+        update = _update(x, order, *turned[1])
         d_pre, act, d_scale = dgate(
             d_out, down_proj, order, top_k_weights.contiguous(), pre,
-            weight_on_input=weight_on_input, need_pre=need_hidden or need_gate_up,
-            need_act=need_down, need_scale=need_weights,
+            weight_on_input=weight_on_input, need_act=need_down or need_a2,
+            need_pre=need_hidden or need_gate_up or need_a1 or need_b1,
+            need_scale=need_weights, low_rank=update,
         )  # fmt: skip
         if need_weights:
             out = top_k_weights.new_empty(top_k_weights.shape)
@@ -167,37 +181,61 @@ def _experts_backward(
         if need_down:
             grads[2] = torch.empty_like(down_proj)
             dw(d_out, act, order, gather=top_k, out=grads[2])
+        if need_a2:
+            grads[6] = torch.empty_like(a2)
+            dw(act, update.side, order, out=grads[6].transpose(1, 2))
         del act
+        if need_b2:
+            side, grads[7] = sides[1], torch.empty_like(b2)
+            if not weight_on_input:
+                side = side * top_k_weights.reshape(-1, 1)[order.row_to_slot.long()].to(side.dtype)
+            dw(d_out, side, order, gather=top_k, out=grads[7])
         if need_gate_up:
             grads[1] = torch.empty_like(gate_up_proj)
             dw(x, d_pre, order, gather=top_k, out=grads[1].transpose(1, 2))
+        if need_b1:
+            grads[5] = torch.empty_like(b1)
+            dw(d_pre, sides[0], order, out=grads[5])
+        update = _update(x, order, *turned[0])
         if need_hidden:
             rows = x.new_empty(slots, x.shape[1])
-            gemm(d_pre, gate_up_proj.transpose(1, 2), order, out=rows)
+            gemm(d_pre, gate_up_proj.transpose(1, 2), order, out=rows, low_rank=update)
             grads[0] = combine(rows, order.slot_to_row, top_k)
-    return tuple(grads)
+        elif need_a1:
+            gemm(d_pre, update.a, order, out=update.side)
+        if need_a1:
+            grads[4] = torch.empty_like(a1)
+            dw(x, update.side, order, gather=top_k, out=grads[4].transpose(1, 2))
+    return grads
 
 
 class _FusedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_states, gate_up_proj, down_proj, index, weights, weight_on_input):
-        out, pre, buffer = _experts_forward(
-            hidden_states, gate_up_proj, down_proj, index, weights, weight_on_input
+    def forward(ctx, hidden_states, gate_up_proj, down_proj, index, weights, weight_on_input, *low):
+        out, *kept = _experts_forward(
+            hidden_states, gate_up_proj, down_proj, index, weights, weight_on_input, list(low)
         )
-        ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, weights, pre, buffer)
+        ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, weights, *kept, *low)
         ctx.weight_on_input = weight_on_input
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
-        hidden, gate_up, down, _, weights, _ = ctx.needs_input_grad
-        need = [hidden, gate_up, down, weights]
-        grads = _experts_backward(d_out, *ctx.saved_tensors, ctx.weight_on_input, need)
-        d_hidden, d_gate_up, d_down, d_weights = (
+        hidden, gate_up, down, _, weights, _, *low = ctx.needs_input_grad
+        need = [hidden, gate_up, down, weights, *low]
+        *tensors, side1, side2 = ctx.saved_tensors[:8]
+        grads = _experts_backward(
+            d_out, *tensors, [side1, side2], ctx.weight_on_input, list(ctx.saved_tensors[8:]), need
+        )
+        d_hidden, d_gate_up, d_down, d_weights, *d_low = (
             grad if wanted else None for grad, wanted in zip(grads, need)
         )
-        return d_hidden, d_gate_up, d_down, None, d_weights, None
+        return d_hidden, d_gate_up, d_down, None, d_weights, None, *d_low
+
+
+LowRank = tuple[Tensor, Tensor]
+"""(A [E, R, K], B [E, N, R]): the weights [E, N, K] are used as weight + B @ A, never formed."""
 
 
 def fused_experts(
@@ -208,6 +246,8 @@ def fused_experts(
     top_k_weights: Tensor,
     *,
     weight_on: str = "output",
+    gate_up_low_rank: LowRank | None = None,
+    down_low_rank: LowRank | None = None,
 ) -> Tensor:
     """The MoE MLP: each token's K experts, silu(x W_gate^T) * (x W_up^T) W_down^T, summed.
 
@@ -221,10 +261,12 @@ def fused_experts(
         top_k_weights: [T, K] floating point.
         weight_on: "output" multiplies each expert's output by its weight; "input" its input
             (Llama4), in float32 after the first product.
+        gate_up_low_rank, down_low_rank: LoRA: (A [E, R, H], B [E, 2I, R]) and (A [E, R, I],
+            B [E, H, R]), with its scaling in one of them; cast to the weights' dtype.
 
     Returns:
-        [T, H] in the dtype of hidden_states, a fresh tensor. Differentiable in the three float
-        inputs and the weights, once; gradients come in their inputs' dtypes. Two runs on the same
+        [T, H] in the dtype of hidden_states, a fresh tensor. Differentiable in all float inputs,
+        once; gradients come in their inputs' dtypes. Two runs on the same
         inputs give the same bits.
 
     Raises:
@@ -240,10 +282,15 @@ def fused_experts(
     x = hidden_states.to(dtype)
     tensors = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
     on_input = weight_on == "input"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        out = _FusedExperts.apply(*tensors, on_input)
+    low = []
+    if gate_up_low_rank or down_low_rank:
+        none = x.new_empty(0), x.new_empty(0)
+        pairs = (gate_up_low_rank or none, down_low_rank or none)
+        low = [factor.to(dtype) for pair in pairs for factor in pair]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *low)):
+        out = _FusedExperts.apply(*tensors, on_input, *low)
     else:
-        out = _experts_inference(*tensors, on_input)
+        out = _experts_inference(*tensors, on_input, low)
     return out.to(hidden_states.dtype)
 
 
@@ -298,126 +345,3 @@ def _check(
         found = ", ".join(str(tensor.device) for tensor in tensors)
         raise ValueError(f"all tensors must be on one device, found {found}.")
     require(hidden_states.device)
-
-
-def _fake_gemm(x, weight, order, block_m, gather, scatter):
-    return x.new_empty(order[1].numel(), weight.shape[1])
-
-
-@op(_fake_gemm)
-def _grouped_gemm(
-    x: Tensor, weight: Tensor, order: list[Tensor], block_m: int, gather: int, scatter: bool
-) -> Tensor:
-    from .kernels.grouped_gemm import grouped_gemm as gemm
-
-    with on_device(x.device):
-        out = x.new_zeros(order[1].numel(), weight.shape[1])  # rows of dropped slots stay zero
-        order = ExpertOrder(*order, block_m=block_m)
-        return gemm(_rows_contiguous(x), weight, order, gather=gather, scatter=scatter, out=out)
-
-
-def _fake_gemm_backward(d_out, x, weight, order, block_m, gather, scatter, need):
-    d_weight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
-    return x.new_empty(x.shape if need[0] else 0), d_weight
-
-
-@op(_fake_gemm_backward)
-def _grouped_gemm_backward(
-    d_out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    order: list[Tensor],
-    block_m: int,
-    gather: int,
-    scatter: bool,
-    need: list[bool],
-) -> tuple[Tensor, Tensor]:
-    from .kernels.combine import combine
-    from .kernels.dw import dw
-    from .kernels.grouped_gemm import grouped_gemm as gemm
-
-    with on_device(x.device):
-        order = ExpertOrder(*order, block_m=block_m)
-        x, d_out = _rows_contiguous(x), _rows_contiguous(d_out)
-        d_x = x.new_empty(x.shape if need[0] else 0)
-        d_weight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
-        if need[0]:
-            rows = d_out.new_zeros(d_out.shape[0], x.shape[1])
-            gemm(d_out, weight.transpose(1, 2), order, gather=int(scatter), out=rows)
-            d_x = combine(rows, order.slot_to_row, gather) if gather else rows
-        if need[1] and gather:
-            dw(x, d_out, order, gather=gather, out=d_weight.transpose(1, 2))
-        elif need[1]:
-            dw(d_out, x, order, gather=int(scatter), out=d_weight)
-    return d_x, d_weight
-
-
-class _GroupedGemm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, block_m, gather, scatter, *order):
-        ctx.save_for_backward(x, weight, *order)
-        ctx.options = (block_m, gather, scatter)
-        return _grouped_gemm(x, weight, list(order), block_m, gather, scatter)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out):
-        x, weight, *order = ctx.saved_tensors
-        need = list(ctx.needs_input_grad[:2])
-        d_x, d_weight = _grouped_gemm_backward(d_out, x, weight, order, *ctx.options, need)
-        none = (None,) * (3 + len(order))
-        return d_x if need[0] else None, d_weight if need[1] else None, *none
-
-
-def grouped_gemm(
-    x: Tensor, weight: Tensor, order: ExpertOrder, *, gather: bool = False, scatter: bool = False
-) -> Tensor:
-    """One expert projection: row r of the result is x[r] @ weight[expert of r]^T.
-
-    Args:
-        x: [S, K] in expert order; with `gather` [T, K] tokens, read through the order; with
-            `scatter` still [S, K] in expert order.
-        weight: [E, N, K] of x's dtype, any strides.
-        order: of the S slots, from `expert_order` on the same dtype.
-        gather: fuse the permutation into expert order into the read of x.
-        scatter: fuse the permutation back into the write: the result is in slot order.
-
-    Returns:
-        [S, N], rows of dropped slots zero. Differentiable in x and weight, once.
-
-    Raises:
-        ValueError: gather and scatter together, or shapes that do not fit.
-        TypeError: unsupported or mixed dtypes.
-        RuntimeError: the kernels cannot run on this device.
-    """
-    slots = order.row_to_slot.numel()
-    if gather and scatter:
-        raise ValueError("gather is for the first projection, scatter for the second: pass one.")
-    if weight.dim() != 3 or x.dim() != 2 or x.shape[1] != weight.shape[2]:
-        raise ValueError(
-            f"grouped_gemm takes x [rows, K] and weight [E, N, K], found {tuple(x.shape)} and "
-            f"{tuple(weight.shape)}."
-        )
-    if order.expert_offsets.numel() != weight.shape[0] + 1:
-        raise ValueError(
-            f"the order is of {order.expert_offsets.numel() - 1} experts and weight has "
-            f"{weight.shape[0]}."
-        )
-    top_k = slots // max(x.shape[0], 1) if gather else 1
-    if x.shape[0] * top_k != slots:
-        kind = "tokens that divide them" if gather else "rows"
-        raise ValueError(f"the order has {slots} slots and x {x.shape[0]} rows, not {kind}.")
-    if x.dtype not in DTYPES or x.dtype != weight.dtype:
-        raise TypeError(
-            f"x is {x.dtype} and weight {weight.dtype}: both must be the same one of bfloat16, "
-            "float16 and float32."
-        )
-    require(x.device)
-    fields = (
-        order.expert_offsets, order.row_to_slot, order.slot_to_row,
-        order.tile_expert, order.tile_row, order.num_tiles,
-    )  # fmt: skip
-    options = (order.block_m, top_k if gather else 0, scatter)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _GroupedGemm.apply(x, weight, *options, *fields)
-    return _grouped_gemm(x, weight, list(fields), *options)

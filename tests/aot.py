@@ -53,6 +53,8 @@ TYPES = {
 
 def specialise(value):
     """(signature entry, constant or None, divisible by 16)."""
+    if value is None:
+        return "constexpr", None, False
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype], None, True
     if isinstance(value, TensorDescriptor):
@@ -73,7 +75,7 @@ def record(launches):
             signature[name], constant, divisible = specialise(value)
             if isinstance(value, int) and kernel.params[i].do_not_specialize:
                 signature[name], constant, divisible = "i32", None, False
-            if constant is not None:
+            if constant is not None or value is None:
                 values[name] = constant
             if divisible:
                 attrs[(i,)] = [["tt.divisibility", 16]]
@@ -84,7 +86,7 @@ def record(launches):
     return run
 
 
-def moe_launches(tokens, hidden, inner, num_experts, top_k, dtype, llama4=False):
+def moe_launches(tokens, hidden, inner, num_experts, top_k, dtype, llama4=False, rank=0):
     """Every launch of one forward and backward, routing included."""
     launches = []
     original, JITFunction.run = JITFunction.run, record(launches)
@@ -100,11 +102,15 @@ def moe_launches(tokens, hidden, inner, num_experts, top_k, dtype, llama4=False)
             else:
                 w1 = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)
                 w2 = torch.empty(num_experts, hidden, inner, dtype=dtype)
-            experts._experts_inference(x, w1, w2, index, weights, llama4)
-            _, pre, buffer = experts._experts_forward(x, w1, w2, index, weights, llama4)
-            experts._experts_backward(
-                x, x, w1, w2, weights, pre, buffer, llama4, [True, True, True, True]
-            )
+            low, need = [], [True] * 4
+            if rank:  # the experts themselves are frozen
+                sizes = ((rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank))
+                low = [torch.empty(num_experts, *size, dtype=dtype) for size in sizes]
+                need = [True, False, False, True] + [True] * 4
+            experts._experts_inference(x, w1, w2, index, weights, llama4, low)
+            kept = experts._experts_forward(x, w1, w2, index, weights, llama4, low)
+            _, pre, buffer, *sides = kept
+            experts._experts_backward(x, x, w1, w2, weights, pre, buffer, sides, llama4, low, need)
     finally:
         JITFunction.run = original
     return launches
@@ -131,6 +137,7 @@ SHAPES = {  # tokens, hidden, inner, experts, top_k
     "short": (64, 2048, 768, 128, 8),
     "decode": (1, 2048, 768, 128, 8),
     "one_token": (1, 5120, 8192, 16, 1),
+    "lora": (8192, 2048, 768, 128, 8),
 }
 
 
@@ -149,6 +156,7 @@ def main():
                 *SHAPES[shape],
                 getattr(torch, dtype),
                 shape in ("llama4_scout", "one_token"),
+                16 if shape == "lora" else 0,
             )
             for launch in moe_launches(*arguments):
                 key = repr((launch[0].__name__, *launch[1:]))

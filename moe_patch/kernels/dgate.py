@@ -18,12 +18,17 @@ from ..order import ExpertOrder
 from .launch import cdiv, launch
 from .tiles import (
     INTERPRET,
+    LowRank,
     choose,
     dot,
     dot_precision,
     find_tile,
     load_rows,
     load_weight,
+    low_rank_args,
+    low_rank_in,
+    low_rank_out,
+    low_rank_sizes,
     silu_mul,
     strides,
     weight_operand,
@@ -69,12 +74,13 @@ def _epilogue(
 
 @triton.jit
 def dgate_kernel(
-    d_out, w, slot_weight, pre, d_pre, act, d_scale,
+    d_out, w, slot_weight, pre, d_pre, act, d_scale, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
     NEED_PRE: tl.constexpr, NEED_ACT: tl.constexpr, NEED_SCALE: tl.constexpr, PARTS: tl.constexpr,
-    TMA: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, K_MAJOR: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -91,10 +97,17 @@ def dgate_kernel(
 
     n0 = column * BN
     acc = tl.zeros([BM, BN], dtype=tl.float32)
+    if R > 0:
+        side = tl.zeros([BM, RP], dtype=tl.float32)
     for k in range(0, H, BK):
         a = load_rows(d_rows, k, H, BK, UPCAST)
         b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
         acc = dot(a, b, acc, PRECISION)
+        if R > 0:
+            side = low_rank_in(a, low_a, side, expert, k, H, R, BK, UPCAST, PRECISION)
+    if R > 0:
+        n = n0 + tl.arange(0, BN)
+        acc = low_rank_out(acc, side, low_b, low_side, expert, rows, mask, n, n < I, column == 0, I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
 
     scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
     # in column parts: the epilogue's registers would spill over a whole tile
@@ -125,11 +138,13 @@ def dgate(
     need_pre: bool,
     need_act: bool,
     need_scale: bool,
+    low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(d_pre [S, 2I], act [S, I], d_scale partials [S, column tiles] float32) in expert order.
 
     d_out [T, H], down_proj [E, H, I], pre [S, 2I] as `gate_up` saved it. What is not needed comes
-    back empty; rows of dropped slots are not written.
+    back empty; rows of dropped slots are not written. With `low_rank`, of the weight
+    as the kernel sees it, [E, I, H]: A [E, R, H], B [E, I, R].
     """
     slots, (experts, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
     tile = choose(
@@ -145,13 +160,14 @@ def dgate(
     operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
     launch(
         dgate_kernel, (order.tile_expert.numel() * columns,),
-        d_out, operand, slot_weight, pre, d_pre, act, d_scale,
+        d_out, operand, slot_weight, pre, d_pre, act, d_scale, *low_rank_args(low_rank),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
         STRIDE_X=d_out.stride(0), **strides(weight),
         H=hidden, I=inner, TOP_K=slots // d_out.shape[0], WEIGHT_ON_INPUT=weight_on_input,
         NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale,
         PARTS=4 if tile.bn >= 64 else 1,
-        TMA=tma, K_MAJOR=k_major, UPCAST=INTERPRET and d_out.dtype == torch.bfloat16,
+        TMA=tma, K_MAJOR=k_major, **low_rank_sizes(low_rank),
+        UPCAST=INTERPRET and d_out.dtype == torch.bfloat16,
         PRECISION=dot_precision(d_out.dtype),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
         num_warps=tile.warps, num_stages=tile.stages,

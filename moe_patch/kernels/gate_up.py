@@ -11,12 +11,17 @@ from ..order import ExpertOrder
 from .launch import cdiv, launch
 from .tiles import (
     INTERPRET,
+    LowRank,
     choose,
     dot,
     dot_precision,
     find_tile,
     load_rows,
     load_weight,
+    low_rank_args,
+    low_rank_in,
+    low_rank_out,
+    low_rank_sizes,
     silu_mul,
     strides,
     use_tma,
@@ -26,13 +31,13 @@ from .tiles import (
 
 @triton.jit
 def gate_up_kernel(
-    x, w, slot_weight, pre, act,
+    x, w, slot_weight, pre, act, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, SAVE_PRE: tl.constexpr,
     TMA: tl.constexpr, K_MAJOR: tl.constexpr, ONE_DOT: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -48,12 +53,21 @@ def gate_up_kernel(
     x_rows = x + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X
 
     n0 = column * BN
+    if R > 0:
+        side = tl.zeros([BM, RP], dtype=tl.float32)
     if ONE_DOT:
         both = tl.zeros([BM, 2 * BN], dtype=tl.float32)
         for k in range(0, H, BK):
             a = load_rows(x_rows, k, H, BK, UPCAST)
             b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, I, H, BN, BK, TMA, K_MAJOR, UPCAST, 2)  # fmt: skip # noqa: E501
             both = dot(a, b, both, PRECISION)
+            if R > 0:
+                side = low_rank_in(a, low_a, side, expert, k, H, R, BK, UPCAST, PRECISION)
+        if R > 0:
+            n = tl.arange(0, 2 * BN)
+            inside = n0 + n % BN < I
+            n = n0 + n % BN + n // BN * I
+            both = low_rank_out(both, side, low_b, low_side, expert, rows, mask, n, inside, column == 0, 2 * I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
         gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
     else:  # N-major TMA boxes of the two halves cannot stand side by side in one operand
         gate = tl.zeros([BM, BN], dtype=tl.float32)
@@ -64,6 +78,12 @@ def gate_up_kernel(
             gate = dot(a, b, gate, PRECISION)
             b = load_weight(w, expert, I + n0, k, STRIDE_E, STRIDE_N, STRIDE_K, 2 * I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
             up = dot(a, b, up, PRECISION)
+            if R > 0:
+                side = low_rank_in(a, low_a, side, expert, k, H, R, BK, UPCAST, PRECISION)
+        if R > 0:
+            n = n0 + tl.arange(0, BN)
+            gate = low_rank_out(gate, side, low_b, low_side, expert, rows, mask, n, n < I, column == 0, 2 * I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
+            up = low_rank_out(up, side, low_b, low_side, expert, rows, mask, n + I, n < I, False, 2 * I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
 
     n = n0 + tl.arange(0, BN)[None, :]
     mask = mask[:, None] & (n < I)
@@ -87,11 +107,13 @@ def gate_up(
     *,
     weight_on_input: bool,
     save_pre: bool,
+    low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(act [S, I], pre [S, 2I] or empty) of x [T, H] and weight [E, 2I, H], rows in expert order.
 
     `slot_weight` [T, K] multiplies the input rows when `weight_on_input` (Llama4); `pre` is the
-    projection without it. Rows of dropped slots are not written.
+    projection without it. Rows of dropped slots are not written. With `low_rank` the weight is
+    weight[e] + B[e] A[e].
     """
     slots, inner, hidden = order.row_to_slot.numel(), weight.shape[1] // 2, weight.shape[2]
     act = x.new_empty(slots, inner)
@@ -106,12 +128,13 @@ def gate_up(
     grid = (order.tile_expert.numel() * cdiv(inner, tile.bn),)
     launch(
         gate_up_kernel, grid,
-        x, operand, slot_weight, pre, act,
+        x, operand, slot_weight, pre, act, *low_rank_args(low_rank),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
         STRIDE_X=x.stride(0), **strides(weight),
         H=hidden, I=inner, TOP_K=slots // x.shape[0],
         WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre,
-        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, UPCAST=INTERPRET and x.dtype == torch.bfloat16,
+        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, **low_rank_sizes(low_rank),
+        UPCAST=INTERPRET and x.dtype == torch.bfloat16,
         PRECISION=dot_precision(x.dtype),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
         num_warps=tile.warps, num_stages=tile.stages,

@@ -11,6 +11,7 @@ from ..order import ExpertOrder
 from .launch import cdiv, descriptor, launch
 from .tiles import (
     INTERPRET,
+    LowRank,
     choose,
     describable,
     dot,
@@ -18,6 +19,10 @@ from .tiles import (
     find_tile,
     load_rows,
     load_weight,
+    low_rank_args,
+    low_rank_in,
+    low_rank_out,
+    low_rank_sizes,
     strides,
     use_tma,
     weight_operand,
@@ -26,12 +31,12 @@ from .tiles import (
 
 @triton.jit
 def grouped_gemm_kernel(
-    x, w, out,
+    x, w, out, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     X_TMA: tl.constexpr, TMA: tl.constexpr, K_MAJOR: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """GATHER 0: x in expert order; d > 0: row r is x[row_to_slot[r] // d]."""
@@ -53,6 +58,8 @@ def grouped_gemm_kernel(
 
     n0 = column * BN
     acc = tl.zeros([BM, BN], dtype=tl.float32)
+    if R > 0:
+        side = tl.zeros([BM, RP], dtype=tl.float32)
     for k in range(0, K, BK):
         if X_TMA:  # rows past the expert's end belong to the next one: computed, never stored
             a = x.load([first, k])
@@ -62,8 +69,13 @@ def grouped_gemm_kernel(
             a = load_rows(x_rows, k, K, BK, UPCAST)
         b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, N, K, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
         acc = dot(a, b, acc, PRECISION)
+        if R > 0:
+            side = low_rank_in(a, low_a, side, expert, k, K, R, BK, UPCAST, PRECISION)
 
-    n = n0 + tl.arange(0, BN)[None, :]
+    n = n0 + tl.arange(0, BN)
+    if R > 0:
+        acc = low_rank_out(acc, side, low_b, low_side, expert, rows, mask, n, n < N, column == 0, N, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
+    n = n[None, :]
     to = slot if SCATTER else rows
     at = to.to(tl.int64)[:, None] * N + n
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask[:, None] & (n < N))
@@ -77,12 +89,13 @@ def grouped_gemm(
     gather: int = 0,
     scatter: bool = False,
     out: Tensor,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """Writes x @ weight[e]^T into `out` [S, N] for weight [E, N, K] and returns it.
 
     gather = 0: x [S, K] is in expert order; gather = d: row r is x[row_to_slot[r] // d] (d = top_k
     reads tokens, d = 1 slots). scatter: rows go to slot order instead of expert order. Rows of
-    dropped slots are not written.
+    dropped slots are not written. With `low_rank` the weight is weight[e] + B[e] A[e].
     """
     if order.row_to_slot.numel() == 0:
         return out
@@ -95,10 +108,12 @@ def grouped_gemm(
     launch(
         grouped_gemm_kernel, grid,
         descriptor(x, (tile.bm, tile.bk)) if x_tma else x, operand, out,
+        *low_rank_args(low_rank),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
         STRIDE_X=x.stride(0), **strides(weight),
         N=n, K=k, GATHER=gather, SCATTER=scatter,
-        X_TMA=x_tma, TMA=tma, K_MAJOR=k_major, UPCAST=INTERPRET and x.dtype == torch.bfloat16,
+        X_TMA=x_tma, TMA=tma, K_MAJOR=k_major, **low_rank_sizes(low_rank),
+        UPCAST=INTERPRET and x.dtype == torch.bfloat16,
         PRECISION=dot_precision(x.dtype),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
         num_warps=tile.warps, num_stages=tile.stages,

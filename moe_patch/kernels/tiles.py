@@ -185,6 +185,29 @@ def strides(weight: Tensor) -> dict[str, int]:
     return dict(zip(("STRIDE_E", "STRIDE_N", "STRIDE_K"), weight.stride()))
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """An update B[e] A[e] of the weights [E, N, K]: A [E, R, K], B [E, N, R], both contiguous.
+
+    `side` [S, R] receives x A^T, in expert order.
+    """
+
+    a: Tensor
+    b: Tensor
+    side: Tensor
+
+
+def low_rank_args(low_rank: LowRank | None) -> tuple[Tensor | None, ...]:
+    """As kernels take them."""
+    return (low_rank.a, low_rank.b, low_rank.side) if low_rank else (None, None, None)
+
+
+def low_rank_sizes(low_rank: LowRank | None) -> dict[str, int]:
+    """The rank and the width that tensor cores give it."""
+    rank = low_rank.a.shape[1] if low_rank else 0
+    return {"R": rank, "RP": max(16, power_of_two(max(rank, 1)))}
+
+
 def describable(tensor: Tensor) -> bool:
     """Whether TMA can address it: 16-byte aligned base and strides, contiguous last dimension."""
     size = tensor.element_size()
@@ -258,6 +281,37 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
     if PRECISION == "ieee" and a.dtype == tl.float32:
         return tl.fma(tl.dot(a, b, input_precision=PRECISION), 1.0, acc)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def low_rank_in(
+    x, low_a, side, expert, k0, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """side [BM, RP] + x [BM, BK] A^T of the expert's A [R, K], from column k0 on."""
+    r = tl.arange(0, side.shape[1])[None, :]
+    k = k0 + tl.arange(0, BK)[:, None]
+    at = low_a + expert.to(tl.int64) * (R * K) + r * K + k
+    a = tl.load(at, mask=(r < R) & (k < K), other=0.0)
+    return dot(x, a.to(tl.float32) if UPCAST else a, side, PRECISION)
+
+
+@triton.jit
+def low_rank_out(
+    acc, side, low_b, low_side, expert, rows, mask, n, n_mask, save,
+    N: tl.constexpr, R: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc [BM, BN] + side B^T at columns n of the expert's B [N, R]; keeps side when `save`."""
+    side = side.to(low_b.dtype.element_ty)
+    r = tl.arange(0, side.shape[1])
+    if save:
+        at = low_side + rows.to(tl.int64)[:, None] * R + r[None, :]
+        tl.store(at, side, mask=mask[:, None] & (r[None, :] < R))
+    at = low_b + (expert.to(tl.int64) * N + n)[None, :] * R + r[:, None]
+    b = tl.load(at, mask=n_mask[None, :] & (r[:, None] < R), other=0.0)
+    if UPCAST:
+        return dot(side.to(tl.float32), b.to(tl.float32), acc, PRECISION)
+    return dot(side, b, acc, PRECISION)
 
 
 @triton.jit

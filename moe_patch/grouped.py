@@ -1,0 +1,159 @@
+"""grouped_gemm(): one projection of every expert; expert_order(): the order its rows stand in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernels import on_device, op, require
+from .order import ExpertOrder
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """Kernels read rows with 16-byte loads: the last dimension must be contiguous."""
+    return x if x.stride(-1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def expert_order(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> ExpertOrder:
+    """Sorts the slots of top_k_index [T, K] by expert, for `grouped_gemm` on operands of `dtype`.
+
+    Ids outside 0 .. num_experts - 1 are dropped. Raises RuntimeError where kernels cannot run.
+    """
+    require(top_k_index.device)
+    with on_device(top_k_index.device):
+        return sort(top_k_index, num_experts, dtype)[0]
+
+
+def sort(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[ExpertOrder, Tensor]:
+    from .kernels.sort_tokens import sort_tokens
+    from .kernels.tiles import block_m
+
+    height = block_m(top_k_index.numel(), num_experts, dtype)
+    numel = ExpertOrder.numel(top_k_index.numel(), num_experts, height)
+    buffer = torch.empty(numel, dtype=torch.int32, device=top_k_index.device)
+    return sort_tokens(top_k_index.contiguous(), num_experts, height, buffer), buffer
+
+
+def _fake_gemm(x, weight, order, block_m, gather, scatter):
+    return x.new_empty(order[1].numel(), weight.shape[1])
+
+
+@op(_fake_gemm)
+def _grouped_gemm(
+    x: Tensor, weight: Tensor, order: list[Tensor], block_m: int, gather: int, scatter: bool
+) -> Tensor:
+    from .kernels.grouped_gemm import grouped_gemm as gemm
+
+    with on_device(x.device):
+        out = x.new_zeros(order[1].numel(), weight.shape[1])  # rows of dropped slots stay zero
+        order = ExpertOrder(*order, block_m=block_m)
+        return gemm(rows_contiguous(x), weight, order, gather=gather, scatter=scatter, out=out)
+
+
+def _fake_gemm_backward(d_out, x, weight, order, block_m, gather, scatter, need):
+    d_weight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
+    return x.new_empty(x.shape if need[0] else 0), d_weight
+
+
+@op(_fake_gemm_backward)
+def _grouped_gemm_backward(
+    d_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    order: list[Tensor],
+    block_m: int,
+    gather: int,
+    scatter: bool,
+    need: list[bool],
+) -> tuple[Tensor, Tensor]:
+    from .kernels.combine import combine
+    from .kernels.dw import dw
+    from .kernels.grouped_gemm import grouped_gemm as gemm
+
+    with on_device(x.device):
+        order = ExpertOrder(*order, block_m=block_m)
+        x, d_out = rows_contiguous(x), rows_contiguous(d_out)
+        d_x = x.new_empty(x.shape if need[0] else 0)
+        d_weight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
+        if need[0]:
+            rows = d_out.new_zeros(d_out.shape[0], x.shape[1])
+            gemm(d_out, weight.transpose(1, 2), order, gather=int(scatter), out=rows)
+            d_x = combine(rows, order.slot_to_row, gather) if gather else rows
+        if need[1] and gather:
+            dw(x, d_out, order, gather=gather, out=d_weight.transpose(1, 2))
+        elif need[1]:
+            dw(d_out, x, order, gather=int(scatter), out=d_weight)
+    return d_x, d_weight
+
+
+class _GroupedGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, block_m, gather, scatter, *order):
+        ctx.save_for_backward(x, weight, *order)
+        ctx.options = (block_m, gather, scatter)
+        return _grouped_gemm(x, weight, list(order), block_m, gather, scatter)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):
+        x, weight, *order = ctx.saved_tensors
+        need = list(ctx.needs_input_grad[:2])
+        d_x, d_weight = _grouped_gemm_backward(d_out, x, weight, order, *ctx.options, need)
+        none = (None,) * (3 + len(order))
+        return d_x if need[0] else None, d_weight if need[1] else None, *none
+
+
+def grouped_gemm(
+    x: Tensor, weight: Tensor, order: ExpertOrder, *, gather: bool = False, scatter: bool = False
+) -> Tensor:
+    """One expert projection: row r of the result is x[r] @ weight[expert of r]^T.
+
+    Args:
+        x: [S, K] in expert order; with `gather` [T, K] tokens, read through the order; with
+            `scatter` still [S, K] in expert order.
+        weight: [E, N, K] of x's dtype, any strides.
+        order: of the S slots, from `expert_order` on the same dtype.
+        gather: fuse the permutation into expert order into the read of x.
+        scatter: fuse the permutation back into the write: the result is in slot order.
+
+    Returns:
+        [S, N], rows of dropped slots zero. Differentiable in x and weight, once.
+
+    Raises:
+        ValueError: gather and scatter together, or shapes that do not fit.
+        TypeError: unsupported or mixed dtypes.
+        RuntimeError: the kernels cannot run on this device.
+    """
+    slots = order.row_to_slot.numel()
+    if gather and scatter:
+        raise ValueError("gather is for the first projection, scatter for the second: pass one.")
+    if weight.dim() != 3 or x.dim() != 2 or x.shape[1] != weight.shape[2]:
+        raise ValueError(
+            f"grouped_gemm takes x [rows, K] and weight [E, N, K], found {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}."
+        )
+    if order.expert_offsets.numel() != weight.shape[0] + 1:
+        raise ValueError(
+            f"the order is of {order.expert_offsets.numel() - 1} experts and weight has "
+            f"{weight.shape[0]}."
+        )
+    top_k = slots // max(x.shape[0], 1) if gather else 1
+    if x.shape[0] * top_k != slots:
+        kind = "tokens that divide them" if gather else "rows"
+        raise ValueError(f"the order has {slots} slots and x {x.shape[0]} rows, not {kind}.")
+    if x.dtype not in DTYPES or x.dtype != weight.dtype:
+        raise TypeError(
+            f"x is {x.dtype} and weight {weight.dtype}: both must be the same one of bfloat16, "
+            "float16 and float32."
+        )
+    require(x.device)
+    fields = (
+        order.expert_offsets, order.row_to_slot, order.slot_to_row,
+        order.tile_expert, order.tile_row, order.num_tiles,
+    )  # fmt: skip
+    options = (order.block_m, top_k if gather else 0, scatter)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _GroupedGemm.apply(x, weight, *options, *fields)
+    return _grouped_gemm(x, weight, list(fields), *options)
