@@ -7,6 +7,7 @@ named after a family adds what that cannot reach: a fused router, or a whole blo
 from __future__ import annotations
 
 import importlib
+import sys
 
 from torch import nn
 
@@ -17,6 +18,13 @@ FAMILIES = (
 
 SWAPS: dict[type[nn.Module], type[nn.Module]] = {}
 """{HF class: its fused subclass}. A module is swapped by setting `__class__`, and back."""
+
+
+def with_adapters() -> None:
+    """Adds the swaps of PEFT's classes once a model can have them; importing PEFT takes seconds."""
+    if "peft.tuners.lora.layer" in sys.modules:
+        SWAPS.update(importlib.import_module(f"{__name__}.lora").SWAPS)
+
 
 for _family in FAMILIES:
     try:

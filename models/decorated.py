@@ -29,6 +29,9 @@ from ..experts import DTYPES, fused_experts
 NAME = "moe_patch"
 """Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
 
+UPDATES = "_low_rank_updates"
+"""Attribute of experts, while they run under LoRA: {parameter: (A [E, R, K], B [E, N, R])}."""
+
 ENABLED = os.environ.get("MOE_PATCH") != "0"
 """False under MOE_PATCH=0: every patched module runs HF's own forward."""
 
@@ -130,7 +133,34 @@ def experts_forward(
         return _hf_forward(self, hidden_states, top_k_index, top_k_weights)
     if self.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    return fused_experts(hidden_states, gate_up, down, top_k_index, top_k_weights)
+    return fused_experts(
+        hidden_states, gate_up, down, top_k_index, top_k_weights, **low_rank_updates(self)
+    )
+
+
+def takes_low_rank(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) -> bool:
+    """Whether a call with these arguments will run fused, and take LoRA's factors (`UPDATES`)."""
+    if len(routing) != 2 or "parametrizations" in experts._modules:
+        return False
+    if is_decorated(experts):
+        if experts.config._experts_implementation != NAME or _why_not_form(experts):
+            return False
+    elif not getattr(experts, "takes_low_rank", False):
+        return False
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    runs = ENABLED and not _why_not_weights(gate_up, down)
+    return runs and not _why_not_run(hidden_states, routing[1])
+
+
+def low_rank_updates(experts: nn.Module) -> dict[str, tuple[Tensor, Tensor] | None]:
+    """Arguments of `fused_experts`; none without LoRA."""
+    updates = vars(experts).get(UPDATES)
+    if not updates:
+        return {}
+    return {
+        "gate_up_low_rank": updates.get("gate_up_proj"),
+        "down_low_rank": updates.get("down_proj"),
+    }
 
 
 def restore_default(module: nn.Module) -> None:
@@ -143,6 +173,7 @@ def restore_default(module: nn.Module) -> None:
 
 
 def _hf_forward(self: nn.Module, *args: Tensor) -> Tensor:
+    assert UPDATES not in vars(self), "Hugging Face's forward would leave the adapters out"
     config = self.config.original if isinstance(self.config, ExpertsConfig) else self.config
     name = config._experts_implementation
     eager = type(self).forward.__wrapped__

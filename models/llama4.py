@@ -15,7 +15,13 @@ from transformers.models.llama4 import modeling_llama4 as hf
 
 from ..experts import fused_experts
 from ..routing import select_experts, sigmoid_scores
-from .decorated import replaced_forward, runs_fused, why_not_activation, why_not_weights
+from .decorated import (
+    low_rank_updates,
+    replaced_forward,
+    runs_fused,
+    why_not_activation,
+    why_not_weights,
+)
 
 
 class Llama4Router(hf.Llama4Router):
@@ -42,6 +48,8 @@ class Llama4Router(hf.Llama4Router):
 class Llama4TextExperts(hf.Llama4TextExperts):
     """HF's experts, which also take the routing and then run the chosen experts only."""
 
+    takes_low_rank = True
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -53,8 +61,9 @@ class Llama4TextExperts(hf.Llama4TextExperts):
             return super().forward(hidden_states)
         gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
         return fused_experts(
-            hidden_states, gate_up, down, top_k_index, top_k_weights, weight_on="input"
-        )
+            hidden_states, gate_up, down, top_k_index, top_k_weights, weight_on="input",
+            **low_rank_updates(self),
+        )  # fmt: skip
 
     @staticmethod
     def why_not_fused(experts: nn.Module) -> str | None:

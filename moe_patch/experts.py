@@ -222,12 +222,14 @@ class _FusedExperts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
-        hidden, gate_up, down, _, weights, _, *low = ctx.needs_input_grad
-        need = [hidden, gate_up, down, weights, *low]
-        *tensors, side1, side2 = ctx.saved_tensors[:8]
-        grads = _experts_backward(
-            d_out, *tensors, [side1, side2], ctx.weight_on_input, list(ctx.saved_tensors[8:]), need
+        hidden, gate_up, down, _, weights, _, *factors = ctx.needs_input_grad
+        need = [hidden, gate_up, down, weights, *factors]
+        hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer, *rest = (
+            ctx.saved_tensors  # once: checkpointing gives each tensor back once
         )
+        tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer)
+        sides, low = rest[:2], rest[2:]
+        grads = _experts_backward(d_out, *tensors, sides, ctx.weight_on_input, low, need)
         d_hidden, d_gate_up, d_down, d_weights, *d_low = (
             grad if wanted else None for grad, wanted in zip(grads, need)
         )

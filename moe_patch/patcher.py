@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .models import SWAPS
+from .models import SWAPS, with_adapters
 from .models.decorated import (
     ExpertsConfig,
     dispatches,
@@ -21,7 +21,6 @@ from .models.decorated import (
     why_not_fused,
 )
 
-_ORIGINALS = {fused: original for original, fused in SWAPS.items()}
 _SUPPORTED = "experts with transformers' @use_experts_implementation and Llama4TextMoe"
 _WRAPPERS = {"base_layer", "module", "_fsdp_wrapped_module", "_orig_mod"}  # PEFT, FSDP, compile
 
@@ -63,6 +62,7 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch takes a torch.nn.Module, found {type(model).__name__}.")
+    with_adapters()
     report, matched = PatchReport(), False
     for block in _blocks(model):
         matched = matched or block.is_known()
@@ -87,11 +87,12 @@ def unpatch(model: nn.Module) -> None:
 
     Also undoes `from_pretrained(..., experts_implementation="moe_patch")`.
     """
+    originals = {fused: original for original, fused in SWAPS.items()}
     for module in model.modules():
         if isinstance(vars(module).get("config"), ExpertsConfig):
             module.config = module.config.original
-        if type(module) in _ORIGINALS:
-            _set_class(module, _ORIGINALS[type(module)])
+        if type(module) in originals:
+            _set_class(module, originals[type(module)])
     for module in model.modules():
         restore_default(module)
 
@@ -141,7 +142,7 @@ def _blocks(model: nn.Module) -> list[_Block]:
 
 
 def _fused_class(module: nn.Module) -> type[nn.Module] | None:
-    return type(module) if type(module) in _ORIGINALS else SWAPS.get(type(module))
+    return type(module) if type(module) in SWAPS.values() else SWAPS.get(type(module))
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:

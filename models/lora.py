@@ -1,0 +1,55 @@
+"""LoRA on the experts' own parameters (PEFT's target_parameters), inside the grouped GEMMs.
+
+PEFT adds the update to all experts' weights at every forward. Here it never meets them: the experts
+get the two factors and compute x W^T + (x A^T) B^T.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import layer as peft
+from torch import Tensor
+
+from .decorated import UPDATES, takes_low_rank
+
+
+class ParamWrapper(peft.ParamWrapper):
+    """PEFT's wrapper of one parameter, which hands fused experts the factors of its adapters."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As the experts' forward."""
+        experts = self.get_base_layer()
+        adapters = [name for name in self.active_adapters if name in self.lora_A]
+        own = self.disable_adapters or self.merged or kwargs or not adapters
+        if own or self.parameter_name not in ("gate_up_proj", "down_proj"):
+            return super().forward(x, *args, **kwargs)
+        if not takes_low_rank(experts, x, *args):
+            return super().forward(x, *args, **kwargs)
+        self._check_forward_args(x, *args)
+        updates = vars(experts).setdefault(UPDATES, {})
+        updates[self.parameter_name] = self._low_rank(adapters)
+        try:
+            return self.base_layer(x, *args)
+        finally:
+            del updates[self.parameter_name]
+            if not updates:
+                delattr(experts, UPDATES)
+
+    def _low_rank(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
+        """(A [E, R, K], B [E, N, R]) of the weights [E, N, K]; several adapters side by side."""
+        factors = [self.get_delta_factors(name) for name in adapters]
+        left = torch.cat([lhs * scaling for lhs, _, scaling in factors], 2)  # [E, stored rows, R]
+        right = torch.cat([rhs for _, rhs, _ in factors], 1)  # [E, R, stored columns]
+        if stored_transposed(self.get_base_layer()):
+            return left.transpose(1, 2), right.transpose(1, 2)
+        return right, left
+
+
+def stored_transposed(experts: torch.nn.Module) -> bool:
+    """Whether the weights are stored [E, K, N]. Llama4's class does not say so."""
+    return getattr(experts, "is_transposed", "Llama4" in type(experts).__name__)
+
+
+SWAPS = {peft.ParamWrapper: ParamWrapper} if hasattr(peft.ParamWrapper, "get_delta_factors") else {}

@@ -1,0 +1,98 @@
+"""fused_experts() with low-rank updates against the same weights formed in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from ops import DTYPES, assert_close, gradients, in_double, moe, sample
+
+from moe_patch import reference
+from moe_patch.experts import fused_experts
+
+SIZES = [  # T, H, I, E, K, rank of gate_up, of down; 0: none
+    (20, 64, 48, 4, 2, 4, 8),
+    (37, 72, 40, 5, 3, 16, 3),
+    (9, 48, 32, 4, 1, 5, 0),
+    (7, 64, 32, 8, 2, 0, 16),
+    (130, 97, 41, 3, 2, 20, 33),
+    (0, 32, 16, 4, 2, 4, 4),
+]
+CASES = list(itertools.product(SIZES, DTYPES, (False, True), ("output", "input")))
+
+
+def factors(arguments, ranks):
+    """Adds gate_up_low_rank and down_low_rank to the arguments of `moe`; returns their tensors."""
+    found = []
+    for name, rank in zip(("gate_up", "down"), ranks):
+        weight = arguments[f"{name}_proj"]
+        (experts, n, k), kind = weight.shape, {"device": weight.device, "dtype": weight.dtype}
+        if rank:
+            a = torch.randn(experts, rank, k, **kind) * 0.2
+            b = torch.randn(experts, n, rank, **kind) * 0.2
+            arguments[f"{name}_low_rank"] = (a.requires_grad_(), b.requires_grad_())
+            found += [a, b]
+    return found
+
+
+def truth(arguments, factors, weight_on):
+    """Output, from W + B A."""
+    rest = list(factors)
+    for name in ("gate_up", "down"):
+        if arguments.pop(f"{name}_low_rank", None):
+            a, b = rest.pop(0), rest.pop(0)
+            arguments[f"{name}_proj"] = arguments[f"{name}_proj"] + b @ a
+    return reference.fused_experts(**arguments, weight_on=weight_on)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("size,dtype,transposed,weight_on", sample(CASES, 24))
+def test_forward_and_every_gradient(device, size, dtype, transposed, weight_on):
+    *size, rank1, rank2 = size
+    arguments = moe(device, dtype, *size, transposed=transposed, routing="sentinel")
+    leaves = [t for t in arguments.values() if t.requires_grad]
+    low = factors(arguments, (rank1, rank2))
+    out = fused_experts(**arguments, weight_on=weight_on)
+    exact = in_double({n: t for n, t in arguments.items() if isinstance(t, torch.Tensor)})
+    exact_low = [t.detach().double().requires_grad_() for t in low]
+    exact_leaves = [t for t in exact.values() if t.requires_grad]
+    pairs = {n: True for n, t in arguments.items() if isinstance(t, tuple)}
+    expected = truth({**exact, **pairs}, exact_low, weight_on)
+    assert_close(out, expected, dtype)
+    with torch.no_grad():
+        assert torch.equal(fused_experts(**arguments, weight_on=weight_on), out)
+    d_out = torch.randn_like(out)
+    ours = torch.autograd.grad(out, [*leaves, *low], d_out)
+    others = torch.autograd.grad(expected, [*exact_leaves, *exact_low], d_out.double())
+    for mine, other in zip(ours, others):
+        assert_close(mine, other, dtype)
+
+
+@pytest.mark.parametrize("wanted", ["a1", "b1", "a2", "b2"])
+def test_only_what_is_asked_for(device, wanted):
+    """Frozen experts; one factor alone trains."""
+    arguments = moe(device, torch.float32, 20, 64, 48, 4, 2, grad=False)
+    low = factors(arguments, (4, 8))
+    everything = torch.autograd.grad(fused_experts(**arguments).sum(), low)
+    names = ["a1", "b1", "a2", "b2"]
+    for name, tensor in zip(names, low):
+        tensor.requires_grad_(name == wanted)
+    out = fused_experts(**arguments)
+    at = names.index(wanted)
+    (alone,) = torch.autograd.grad(out.sum(), low[at])
+    assert_close(alone, everything[at].double(), torch.float32)
+
+
+def test_compile_full_graph(device):
+    arguments = moe(device, torch.float32, 20, 64, 48, 4, 2)
+    low = factors(arguments, (4, 8))
+    leaves = [t for t in arguments.values() if isinstance(t, torch.Tensor) and t.requires_grad]
+    compiled = torch.compile(fused_experts, fullgraph=True, backend="aot_eager")
+    out, expected = compiled(**arguments), fused_experts(**arguments)
+    assert torch.equal(out, expected)
+    d_out = torch.randn_like(out)
+    for one, two in zip(
+        gradients(out, d_out, *leaves, *low), gradients(expected, d_out, *leaves, *low)
+    ):
+        assert torch.equal(one, two)
