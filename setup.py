@@ -10,12 +10,13 @@ README = ROOT / "README.md"
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "moe_patch" / "__init__.py").read_text())
 
 PLOT = ["matplotlib>=3.8"]
+LORA = ["peft>=0.18"]
 TEST = [
     *PLOT,
+    *LORA,
     "hypothesis>=6.100",
     "numpy<2.4",  # Triton 3.6's interpreter breaks on 2.4 and later
     "packaging>=24",
-    "peft>=0.18",
     "pytest>=8",
     "pytest-xdist>=3.6",
     "setuptools>=70.1",  # test_packaging builds a wheel; before 70.1 that took the package `wheel`
@@ -58,7 +59,8 @@ setup(
     ],
     extras_require={
         "bench": PLOT,
-        "examples": PLOT,
+        "lora": LORA,
+        "examples": [*PLOT, *LORA],
         "test": TEST,
         "dev": [*TEST, "pre-commit>=4", "ruff>=0.12"],
     },

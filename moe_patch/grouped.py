@@ -27,6 +27,7 @@ def expert_order(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> E
 
 
 def sort(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[ExpertOrder, Tensor]:
+    """(the order of top_k_index [T, K], the buffer that it is views of)."""
     from .kernels.sort_tokens import sort_tokens
     from .kernels.tiles import block_m
 

@@ -115,8 +115,14 @@ def fused_experts(
     top_k_weights: Tensor,
     *,
     weight_on: str = "output",
+    gate_up_low_rank: tuple[Tensor, Tensor] | None = None,
+    down_low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Twin of :func:`moe_patch.experts.fused_experts`: a loop over experts, in their dtype."""
+    if gate_up_low_rank:
+        gate_up_proj = gate_up_proj + gate_up_low_rank[1] @ gate_up_low_rank[0]
+    if down_low_rank:
+        down_proj = down_proj + down_low_rank[1] @ down_low_rank[0]
     x = hidden_states.to(gate_up_proj.dtype)
     out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     for expert in range(gate_up_proj.shape[0]):

@@ -113,3 +113,14 @@ def test_check_parity_is_the_command(use, capsys, monkeypatch):
     assert example.main(["--shape", "tiny_qwen3", "--tokens", "64", "--dtype", "fp32"]) == 0
     assert "parity passed" in capsys.readouterr().out
     assert example.main(["--shape", "nothing"]) == 2
+
+
+@pytest.mark.parametrize("how", [[], ["--unpatched"], ["--checkpointing"]], ids=str)
+def test_finetune_lora(how, tmp_path, capsys):
+    """The loss goes down and the saved adapter gives it again, PEFT's way and ours."""
+    line = ["--steps", "4", "--length", "8", "--batch", "2", "--out", str(tmp_path / "adapter")]
+    code = load("finetune_lora").main([*line, *how])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert ("fused 2 of 2 MoE blocks" in out) == (how != ["--unpatched"])
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()

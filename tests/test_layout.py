@@ -27,7 +27,8 @@ ARROWS = {
     "shapes": set(),
     "reference": {"order"},
     "kernels": {"kernels", "kernels.*", "order"},
-    "experts": {"kernels", "kernels.*", "order", "reference"},
+    "grouped": {"kernels", "kernels.*", "order"},
+    "experts": {"grouped", "kernels", "kernels.*", "order", "reference"},
     "routing": {"kernels", "kernels.*", "order", "reference"},
     "models": {"models", "models.*", "experts", "routing", "kernels"},
     "patcher": {"models", "models.*"},
@@ -54,11 +55,12 @@ THIRD_PARTY = {
     "shapes": {"torch", "transformers"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
+    "grouped": {"torch"},
     "experts": {"torch"},
     "routing": {"torch"},
-    "models": {"torch", "transformers"},
+    "models": {"torch", "transformers", "peft"},
 }
-HOT = ("kernels", "experts", "routing", "models")
+HOT = ("kernels", "experts", "grouped", "routing", "models")
 SYNCHRONISES = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "masked_select"}
 
 
@@ -165,12 +167,12 @@ def test_modules_and_autograd_live_where_they_should(name):
         at = f"{where}:{node.lineno} {node.name}({', '.join(bases)})"
         if unit(name) != "models":
             assert not any(base.split(".")[-1] == "Module" for base in bases), at
-        if name not in ("experts", "routing"):
+        if name not in ("experts", "grouped", "routing"):
             assert not any(base.split(".")[-1] == "Function" for base in bases), at
     for function, line in calls(name):
         if function in ("custom_op", "triton_op", "op"):
             # kernels/__init__.py defines `op`, the one way to register; the two files use it
-            home = ("experts", "routing") if function == "op" else ("kernels", "experts", "routing")
+            home = ("experts", "grouped", "routing", *(("kernels",) if function != "op" else ()))
             assert name in home, f"{where}:{line} registers an op with {function}"
 
 
