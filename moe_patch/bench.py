@@ -127,7 +127,7 @@ def contenders(
 
 def step(block: nn.Module, x: torch.Tensor, d_out: torch.Tensor, mode: str) -> Call:
     """One call to time."""
-    leaves = [x.requires_grad_(), *block.parameters()]
+    leaves = [x.requires_grad_(), *(p for p in block.parameters() if p.requires_grad)]
 
     def forward() -> None:
         with torch.no_grad():
@@ -142,7 +142,7 @@ def step(block: nn.Module, x: torch.Tensor, d_out: torch.Tensor, mode: str) -> C
 
 def memory(block: nn.Module, x: torch.Tensor, d_out: torch.Tensor) -> tuple[float, float]:
     """(kept_mb, peak_mb) of one step, as in Timing."""
-    leaves = [x.requires_grad_(), *block.parameters()]
+    leaves = [x.requires_grad_(), *(p for p in block.parameters() if p.requires_grad)]
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

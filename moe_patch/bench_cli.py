@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from . import bench, bench_model, parity, shapes
+from . import bench, bench_lora, bench_model, parity, shapes
 from .bench import OURS, Ceilings, Timing
 from .bench_model import Rate
 
@@ -52,16 +52,39 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     flag("--layers", metavar="N", type=int, help="of that model; default: all")
     flag("--tasks", nargs="+", choices=bench_model.TASKS, help="of that model; default: all")
+    flag(
+        "--lora", metavar="RANK", type=int, nargs="?", const=16,
+        help="time a training step with PEFT's adapters on frozen experts instead (rank 16)",
+    )  # fmt: skip
 
 
 def check(options: argparse.Namespace) -> None:
     """Raises ValueError, in one sentence, for what cannot be asked for."""
     for name in options.shape:
         shapes.find(name)
+    if options.lora is not None:
+        if options.lora < 1:
+            raise ValueError(f"--lora {options.lora}: a rank of at least 1 is needed")
+        if importlib.util.find_spec("peft") is None:
+            raise ValueError("--lora needs PEFT, which the extra moe_patch[lora] installs")
+        if options.mode or options.graph:
+            raise ValueError("--lora times forward and backward: leave out --mode and --graph")
+        for name in options.shape:
+            bench_lora.supported(name)
     if options.graph and "backward" in (options.mode or ()):
         raise ValueError("--graph times the forward only: leave out --mode backward")
     if options.model_config:
-        ours = ("shape", "tokens", "dtype", "mode", "graph", "no_eager", "no_compile", "png")
+        ours = (
+            "shape",
+            "tokens",
+            "dtype",
+            "mode",
+            "graph",
+            "no_eager",
+            "no_compile",
+            "png",
+            "lora",
+        )
         given = [f"--{name.replace('_', '-')}" for name in ours if getattr(options, name)]
         if given:
             raise ValueError(
@@ -112,21 +135,26 @@ Done = tuple[Sequence[Any], list[Ceilings], list[str]]
 def _blocks(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport:
     dtypes = [DTYPES[name] for name in options.dtype or ["bf16"]]
     modes = options.mode or (["forward"] if options.graph else list(bench.MODES))
-    names = options.shape or ["qwen3_30b", "llama4_scout"]
+    names = options.shape or ["qwen3_30b", *([] if options.lora else ["llama4_scout"])]
+    if options.lora:
+        modes = [bench_lora.MODE]
     todo = [*itertools.product(names, dtypes, modes, options.tokens or TOKENS)]
     task = progress.add_task("", total=len(todo))
     timings, notes = [], []
     for name, dtype, mode, tokens in todo:
         progress.update(task, description=f"{name} {str(dtype)[6:]} {mode} {tokens}")
-        result = bench.bench(
-            name,
-            tokens,
-            mode=mode,
-            dtype=dtype,
-            eager=not options.no_eager,
-            compiled=not options.no_compile,
-            graph=options.graph,
-        )
+        if options.lora:
+            result = bench_lora.bench_lora(name, tokens, rank=options.lora, dtype=dtype)
+        else:
+            result = bench.bench(
+                name,
+                tokens,
+                mode=mode,
+                dtype=dtype,
+                eager=not options.no_eager,
+                compiled=not options.no_compile,
+                graph=options.graph,
+            )
         if result.report and not result.report.passed:
             return result.report
         timings += result.timings

@@ -141,7 +141,7 @@ def third_party(nodes: Iterable[ast.AST]) -> set[str]:
 
 def test_every_import_is_a_declared_dependency(wheel):
     """At the top of a file: of install_requires. In a function: of the extra `bench` too."""
-    always, lazily = requirements(wheel), requirements(wheel, "bench")
+    always, lazily = requirements(wheel), requirements(wheel, "bench", "lora")
     adapters = requirements(wheel, "lora")  # models/lora.py is imported once PEFT is
     examples = requirements(wheel, "examples")
     for folder in ("moe_patch", "models", "examples"):
