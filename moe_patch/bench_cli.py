@@ -51,7 +51,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="time a whole model of random weights instead, from its config.json",
     )
     flag("--layers", metavar="N", type=int, help="of that model; default: all")
-    flag("--tasks", nargs="+", choices=bench_model.TASKS, help="of that model; default: all")
+    flag(
+        "--tasks", nargs="+", choices=bench_model.TASKS, help="of that model; default: all but lora"
+    )
     flag(
         "--lora", metavar="RANK", type=int, nargs="?", const=16,
         help="time a training step with PEFT's adapters on frozen experts instead (rank 16)",
@@ -65,8 +67,6 @@ def check(options: argparse.Namespace) -> None:
     if options.lora is not None:
         if options.lora < 1:
             raise ValueError(f"--lora {options.lora}: a rank of at least 1 is needed")
-        if importlib.util.find_spec("peft") is None:
-            raise ValueError("--lora needs PEFT, which the extra moe_patch[lora] installs")
         if options.mode or options.graph:
             raise ValueError("--lora times forward and backward: leave out --mode and --graph")
         for name in options.shape:
@@ -93,6 +93,9 @@ def check(options: argparse.Namespace) -> None:
         bench_model.read_config(options.model_config, options.layers)
     elif options.layers is not None or options.tasks:
         raise ValueError("--layers and --tasks are of a whole model: name its --model-config")
+    needs_peft = options.lora is not None or "lora" in (options.tasks or ())
+    if needs_peft and importlib.util.find_spec("peft") is None:
+        raise ValueError("LoRA needs PEFT, which the extra moe_patch[lora] installs")
     if options.png and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--png needs matplotlib, which the extra moe_patch[bench] installs")
     for file in filter(None, (options.csv, options.png, options.json)):
@@ -165,7 +168,7 @@ def _blocks(options: argparse.Namespace, progress: Progress) -> Done | parity.Pa
 
 
 def _models(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport | str:
-    name, todo = options.model_config.stem, bench_model.rows(options.tasks or bench_model.TASKS)
+    name, todo = options.model_config.stem, bench_model.rows(options.tasks or bench_model.DEFAULT)
     task = progress.add_task(f"{name}: building", total=len(todo))
     config = bench_model.read_config(options.model_config, options.layers)
     try:
@@ -213,7 +216,7 @@ def _timing_tables(timings: Iterable[Timing]) -> Iterable[Table]:
     for key, group in itertools.groupby(
         timings, lambda t: (t.shape, t.dtype, t.mode, t.tokens, t.limit_ms)
     ):
-        with_memory = key[2] == "backward"
+        with_memory = key[2].startswith("backward")
         header = ["", "ms", "p10 to p90", "TFLOP/s", "x limit"]
         header += ["kept MB", "peak MB"] * with_memory
         table = Table(
@@ -233,12 +236,17 @@ def _timing_tables(timings: Iterable[Timing]) -> Iterable[Table]:
 
 def _rate_tables(rates: Sequence[Rate]) -> Iterable[Table]:
     for key, group in itertools.groupby(rates, lambda r: (r.model, r.layers)):
-        header = ("", "batch", "prompt", "HF tokens/s", "patched tokens/s", "patched is")
+        header = ["", "batch", "prompt", "HF tokens/s", "patched tokens/s", "patched is"]
+        group = list(group)
+        with_memory = any(r.peak_gb is not None for r in group)
+        header += ["HF peak GB", "patched peak GB"] * with_memory
         title = "{}, {} layers, random bfloat16 weights".format(*key)
         table = Table(*header, title=title, title_justify="left")
         for r in group:
             cells = [r.task, f"{r.batch}", f"{r.prompt}", f"{r.hf_tokens_s:.4g}"]
-            table.add_row(*cells, f"{r.tokens_s:.4g}", f"{r.speedup:.2f} x as fast")
+            cells += [f"{r.tokens_s:.4g}", f"{r.speedup:.2f} x as fast"]
+            cells += [f"{gb:.1f}" for gb in (r.hf_peak_gb, r.peak_gb) if gb is not None]
+            table.add_row(*cells)
         yield table
 
 

@@ -16,9 +16,13 @@ from .bench import first_line, free, short_of
 from .patcher import patch, unpatch
 from .shapes import building
 
-TASKS = ("prefill", "decode", "static")
-"""One forward of a prompt; generation; generation with a static cache, which HF compiles."""
+TASKS = ("prefill", "decode", "static", "lora")
+"""One forward of a prompt; generation; generation with a static cache, which HF compiles; a step
+of training LoRA on attention and experts, with gradient checkpointing, which leaves adapters."""
+DEFAULT = TASKS[:3]
 PREFILL = ((1, 1024), (1, 8192), (4, 4096))
+LORA = ((4, 1024),)
+RANK = 16
 BATCHES = (1, 16)
 PROMPT, NEW = 128, 64
 ROUNDS = 3
@@ -36,6 +40,8 @@ class Rate:
     hf_tokens_s: float
     tokens_s: float  # patched
     speedup: float
+    hf_peak_gb: float | None = None  # of a training step, the weights included
+    peak_gb: float | None = None
 
 
 def read_config(file: Path, layers: int | None = None) -> PreTrainedConfig:
@@ -71,13 +77,12 @@ def build(config: PreTrainedConfig, device: torch.device | str = "cuda") -> PreT
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def rows(tasks: Sequence[str] = TASKS) -> list[tuple[str, int, int]]:
+def rows(tasks: Sequence[str] = DEFAULT) -> list[tuple[str, int, int]]:
     """(task, batch, tokens of the prompt) of everything to measure."""
-    return [
-        (task, batch, prompt)
-        for task in tasks
-        for batch, prompt in (PREFILL if task == "prefill" else [(b, PROMPT) for b in BATCHES])
-    ]
+    sizes = {"prefill": PREFILL, "lora": LORA}
+    decode = [(batch, PROMPT) for batch in BATCHES]
+    last = sorted(tasks, key=lambda task: task == "lora")  # its adapters stay in the model
+    return [(task, *size) for task in last for size in sizes.get(task, decode)]
 
 
 def rate(model: PreTrainedModel, name: str, task: str, batch: int, prompt: int) -> Rate | str:
@@ -90,13 +95,16 @@ def rate(model: PreTrainedModel, name: str, task: str, batch: int, prompt: int) 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (batch, prompt), generator=generator).to(model.device)
     found: dict[bool, list[float]] = {False: [], True: []}
+    peaks: dict[bool, float] = {}
     note = None
     try:
+        if task == "lora":
+            _add_adapters(model)
         for patched in _turns(task):
             (patch if patched else unpatch)(model)
             if not found[patched]:
                 torch.compiler.reset()  # what was compiled is of the other one
-                _tokens_s(model, task, ids)
+                peaks[patched] = _peak_gb(lambda: _tokens_s(model, task, ids))
             found[patched].append(_tokens_s(model, task, ids))
     except torch.OutOfMemoryError as error:
         note = f"{row}: skipped, {short_of(error)}"
@@ -110,7 +118,8 @@ def rate(model: PreTrainedModel, name: str, task: str, batch: int, prompt: int) 
         free()
         return note
     hf, ours = (statistics.median(found[patched]) for patched in (False, True))
-    return Rate(name, config.num_hidden_layers, task, batch, prompt, hf, ours, ours / hf)
+    memory = (peaks[False], peaks[True]) if task == "lora" else ()
+    return Rate(name, config.num_hidden_layers, task, batch, prompt, hf, ours, ours / hf, *memory)
 
 
 def _turns(task: str) -> Iterator[bool]:
@@ -122,6 +131,8 @@ def _turns(task: str) -> Iterator[bool]:
 def _tokens_s(model: PreTrainedModel, task: str, ids: Tensor) -> float:
     if task == "prefill":
         return ids.numel() / _seconds(lambda: _prefill(model, ids))
+    if task == "lora":
+        return ids.numel() / _seconds(lambda: _train(model, ids))
     more = {"cache_implementation": "static"} if task == "static" else {}
 
     def generate(new: int) -> None:
@@ -142,6 +153,39 @@ def _tokens_s(model: PreTrainedModel, task: str, ids: Tensor) -> float:
 def _prefill(model: PreTrainedModel, ids: Tensor) -> None:
     with torch.no_grad():
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
+
+
+def _add_adapters(model: PreTrainedModel) -> None:
+    """LoRA on attention and on the experts' stacked weights, everything else frozen."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model.requires_grad_(False)
+    experts = {
+        ".".join(name.split(".")[-3:])
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and name.endswith(("gate_up_proj", "down_proj"))
+    }
+    config = LoraConfig(
+        r=RANK,
+        lora_alpha=2 * RANK,
+        init_lora_weights=False,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=sorted(experts),
+    )
+    inject_adapter_in_model(config, model)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _train(model: PreTrainedModel, ids: Tensor) -> None:
+    model.zero_grad()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
+def _peak_gb(call: Callable[[], object]) -> float:
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated() / 1e9
 
 
 def _seconds(call: Callable[[], None]) -> float:

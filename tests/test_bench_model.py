@@ -31,6 +31,8 @@ def file(tmp_path):
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3e9)
 
 
 def test_the_real_config():
@@ -85,7 +87,7 @@ def test_rows():
     assert len(rows()) == 7
 
 
-@pytest.mark.parametrize("task", bench_model.TASKS)
+@pytest.mark.parametrize("task", bench_model.DEFAULT)
 def test_both_ways_are_measured_and_the_model_comes_back_unpatched(
     use, file, monkeypatch, no_gpu, task
 ):
@@ -117,6 +119,18 @@ def test_both_ways_are_measured_and_the_model_comes_back_unpatched(
     caches = {o.get("cache_implementation") for o in asked}
     assert caches == {"prefill": set(), "decode": {None}, "static": {"static"}}[task]
     assert not isinstance(model.model.layers[0].mlp.experts.config, ExpertsConfig)
+
+
+def test_a_training_step_of_lora_comes_last(use, file, no_gpu):
+    """Both ways train the same adapters, which stay; the experts' own weights stay frozen."""
+    assert rows(["lora", "prefill"])[-1] == ("lora", 4, 1024)
+    model = build(read_config(file, 1), "cpu")
+    found = rate(model, "tiny", "lora", 2, 8)
+    assert found.hf_peak_gb == found.peak_gb == 3.0 and found.tokens_s > 0
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 12 and sum("experts" in name for name in trained) == 4
+    assert all("lora_" in name for name in trained)
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 def test_too_little_memory_is_a_note_and_so_is_a_failure_of_hugging_faces(
@@ -183,7 +197,7 @@ def test_command_prints_rates_and_notes(command, tmp_path):
     assert "tiny, 2 layers, random bfloat16 weights" in out
     assert out.count("1.50 x as fast") == 5 and out.count("note: tiny: static skipped") == 2
     assert (tmp_path / "t.csv").read_text().splitlines()[1] == (
-        "tiny,2,prefill,1,1024,100.0,150.0,1.5"
+        "tiny,2,prefill,1,1024,100.0,150.0,1.5,,"
     )
     loaded = json.loads((tmp_path / "j").read_text())
     assert len(loaded["timings"]) == 5 and len(loaded["notes"]) == 2
