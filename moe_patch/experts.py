@@ -212,10 +212,11 @@ def _experts_backward(
 class _FusedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_states, gate_up_proj, down_proj, index, weights, weight_on_input, *low):
-        out, *kept = _experts_forward(
+        out, pre, buffer, *sides = _experts_forward(
             hidden_states, gate_up_proj, down_proj, index, weights, weight_on_input, list(low)
         )
-        ctx.save_for_backward(hidden_states, gate_up_proj, down_proj, weights, *kept, *low)
+        kept = (hidden_states, gate_up_proj, down_proj, weights, pre, buffer)
+        ctx.save_for_backward(*kept, *(sides if low else ()), *low)
         ctx.weight_on_input = weight_on_input
         return out
 
