@@ -79,7 +79,8 @@ class Family:
 def family_of(block: nn.Module) -> Family:
     """The family whose float64 truth is known; the bare experts of any other."""
     names = {cls.__name__ for cls in type(block).__mro__}
-    if any(type(child).__module__.startswith("peft.") for child in block.modules()):
+    classes = (cls for child in block.modules() for cls in type(child).__mro__)
+    if any(cls.__module__.startswith("peft.") for cls in classes):
         return Family()  # adapters are no part of the truth
     if "Llama4TextMoe" in names:
         return Family("router", 1, "sigmoid", weight_on="input", shared_expert=True)
