@@ -25,6 +25,19 @@ SIZES = [  # T, H, I, E, K: TMA and pointers, whole and ragged tiles, each tile 
 ]
 
 
+def low_rank(arguments, rank):
+    """Updates of both weights, as fused_experts takes them."""
+    found = {}
+    for name in ("gate_up", "down"):
+        experts, n, k = (weight := arguments[f"{name}_proj"]).shape
+        sizes = (experts, rank, k), (experts, n, rank)
+        found[f"{name}_low_rank"] = tuple(
+            (torch.randn(size, device=weight.device) * 0.1).to(weight.dtype).requires_grad_()
+            for size in sizes
+        )
+    return found
+
+
 def main() -> None:
     device = torch.device("cuda")
     cases = itertools.product(SIZES, (torch.bfloat16, torch.float32), (False, True))
@@ -41,6 +54,11 @@ def main() -> None:
             assert_close(mine, other, dtype)
         with torch.no_grad():
             assert_close(fused_experts(**arguments, weight_on=weight_on), truth, dtype)
+        low = low_rank(arguments, rank=5)
+        out = fused_experts(**arguments, **low, weight_on=weight_on)
+        exact = in_double(arguments) | {n: tuple(t.double() for t in p) for n, p in low.items()}
+        assert_close(out, reference.fused_experts(**exact, weight_on=weight_on), dtype)
+        torch.autograd.grad(out.sum(), [t for pair in low.values() for t in pair])
         order = expert_order(arguments["top_k_index"], size[3], dtype)
         x, weight = arguments["hidden_states"], arguments["gate_up_proj"]
         rows = grouped_gemm(x, weight, order, gather=True)
