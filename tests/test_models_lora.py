@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
-from test_patcher import assert_close, both_families, tiny_model, tokens
+from tiny import assert_close, both_families, tiny_model, tokens
 
 import moe_patch
 from moe_patch import kernels
