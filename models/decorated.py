@@ -194,7 +194,7 @@ def _why_not_form(experts: nn.Module) -> str | None:
         return "the experts have biases: only experts without can be fused"
     if not experts.is_concatenated:
         return "gate and up rows are interleaved: only all gate rows first can be fused"
-    if getattr(experts, "has_post_expert_norm", False):
+    if vars(experts).get("has_post_expert_norm"):  # not in transformers 5.17
         return "each expert normalises its output: only experts without that can be fused"
     if type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts):
         return "the experts have a gate function of their own: only silu(gate) * up can be fused"

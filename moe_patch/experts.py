@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import kernels
 from .grouped import DTYPES, expert_order, grouped_gemm, rows_contiguous, sort
 from .kernels import on_device, op, require
 from .order import ExpertOrder
@@ -18,9 +19,10 @@ __all__ = ["DTYPES", "expert_order", "fused_experts", "grouped_gemm"]
 
 
 def _view(buffer: Tensor, num_slots: int, num_experts: int, dtype: torch.dtype) -> ExpertOrder:
-    from .kernels.tiles import block_m
 
-    return ExpertOrder.view(buffer, num_slots, num_experts, block_m(num_slots, num_experts, dtype))
+    return ExpertOrder.view(
+        buffer, num_slots, num_experts, kernels.tiles.block_m(num_slots, num_experts, dtype)
+    )
 
 
 def _by_sort(
@@ -35,20 +37,17 @@ def _by_sort(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [T, H], pre-activation [S, 2I] or empty unless `save`, order buffer, x A^T of the two
     low-rank updates [S, R], empty without)."""
-    from .kernels.combine import combine
-    from .kernels.gate_up import gate_up
-    from .kernels.grouped_gemm import grouped_gemm as gemm
 
     x, weights = rows_contiguous(hidden_states), top_k_weights.contiguous()
     order, buffer = sort(top_k_index, gate_up_proj.shape[0], x.dtype)
     updates = [_update(x, order, *low[:2]), _update(x, order, *low[2:])]
-    act, pre = gate_up(
+    act, pre = kernels.gate_up.gate_up(
         x, gate_up_proj, order, weights, weight_on_input=weight_on_input, save_pre=save,
         low_rank=updates[0],
     )  # fmt: skip
     rows = x.new_empty(act.shape[0], x.shape[1])
-    gemm(act, down_proj, order, out=rows, low_rank=updates[1])
-    out = combine(
+    kernels.grouped_gemm.grouped_gemm(act, down_proj, order, out=rows, low_rank=updates[1])
+    out = kernels.combine.combine(
         rows, order.slot_to_row, top_k_index.shape[1], None if weight_on_input else weights
     )
     sides = (x.new_empty(0) if update is None else update.side for update in updates)
@@ -57,12 +56,11 @@ def _by_sort(
 
 def _update(x: Tensor, order: ExpertOrder, a: Tensor | None = None, b: Tensor | None = None):
     """A low-rank update as kernels take it; None without."""
-    from .kernels.tiles import LowRank
 
     if a is None or not a.numel():
         return None
     side = x.new_empty(order.row_to_slot.numel(), a.shape[1])
-    return LowRank(a.contiguous(), b.contiguous(), side)
+    return kernels.tiles.LowRank(a.contiguous(), b.contiguous(), side)
 
 
 @op(lambda hidden_states, *_: hidden_states.new_empty(hidden_states.shape))
@@ -76,23 +74,23 @@ def _experts_inference(
     low: list[Tensor],
 ) -> Tensor:
     """out [T, H]; nothing is kept for a backward."""
-    from .kernels.decode import decode, decodes
 
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
-        if low or not decodes(top_k_index, gate_up_proj, down_proj):
+        if low or not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
             return _by_sort(*tensors, weight_on_input, low, False)[0]
-        return decode(
+        return kernels.decode.decode(
             rows_contiguous(hidden_states), gate_up_proj, down_proj,
             top_k_index.contiguous(), top_k_weights.contiguous(), weight_on_input=weight_on_input,
         )  # fmt: skip
 
 
 def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, _, on_input, low):
-    from .kernels.tiles import block_m
 
     slots, (experts, inner, _) = top_k_index.numel(), gate_up_proj.shape
-    numel = ExpertOrder.numel(slots, experts, block_m(slots, experts, hidden_states.dtype))
+    numel = ExpertOrder.numel(
+        slots, experts, kernels.tiles.block_m(slots, experts, hidden_states.dtype)
+    )
     return (
         hidden_states.new_empty(hidden_states.shape),
         hidden_states.new_empty(slots, inner),
@@ -151,10 +149,6 @@ def _experts_backward(
     With y = x (W + B A)^T: dA = (dy B)^T x, dB = dy^T (x A^T), and dx = dy W + (dy B) A is a
     product with the transposed weight and its low-rank update A^T B^T.
     """
-    from .kernels.combine import combine, sum_partials
-    from .kernels.dgate import dgate
-    from .kernels.dw import dw
-    from .kernels.grouped_gemm import grouped_gemm as gemm
 
     need_hidden, need_gate_up, need_down, need_weights, *need_low = need
     need_a1, need_b1, need_a2, need_b2 = need_low or (False,) * 4
@@ -169,7 +163,7 @@ def _experts_backward(
             for a, b in ((a1, b1), (a2, b2))
         ]
         update = _update(x, order, *turned[1])
-        d_pre, act, d_scale = dgate(
+        d_pre, act, d_scale = kernels.dgate.dgate(
             d_out, down_proj, order, top_k_weights.contiguous(), pre,
             weight_on_input=weight_on_input, need_act=need_down or need_a2,
             need_pre=need_hidden or need_gate_up or need_a1 or need_b1,
@@ -177,35 +171,37 @@ def _experts_backward(
         )  # fmt: skip
         if need_weights:
             out = top_k_weights.new_empty(top_k_weights.shape)
-            grads[3] = sum_partials(d_scale, order.slot_to_row, out)
+            grads[3] = kernels.combine.sum_partials(d_scale, order.slot_to_row, out)
         if need_down:
             grads[2] = torch.empty_like(down_proj)
-            dw(d_out, act, order, gather=top_k, out=grads[2])
+            kernels.dw.dw(d_out, act, order, gather=top_k, out=grads[2])
         if need_a2:
             grads[6] = torch.empty_like(a2)
-            dw(act, update.side, order, out=grads[6].transpose(1, 2))
+            kernels.dw.dw(act, update.side, order, out=grads[6].transpose(1, 2))
         del act
         if need_b2:
             side, grads[7] = sides[1], torch.empty_like(b2)
             if not weight_on_input:
                 side = side * top_k_weights.reshape(-1, 1)[order.row_to_slot.long()].to(side.dtype)
-            dw(d_out, side, order, gather=top_k, out=grads[7])
+            kernels.dw.dw(d_out, side, order, gather=top_k, out=grads[7])
         if need_gate_up:
             grads[1] = torch.empty_like(gate_up_proj)
-            dw(x, d_pre, order, gather=top_k, out=grads[1].transpose(1, 2))
+            kernels.dw.dw(x, d_pre, order, gather=top_k, out=grads[1].transpose(1, 2))
         if need_b1:
             grads[5] = torch.empty_like(b1)
-            dw(d_pre, sides[0], order, out=grads[5])
+            kernels.dw.dw(d_pre, sides[0], order, out=grads[5])
         update = _update(x, order, *turned[0])
         if need_hidden:
             rows = x.new_empty(slots, x.shape[1])
-            gemm(d_pre, gate_up_proj.transpose(1, 2), order, out=rows, low_rank=update)
-            grads[0] = combine(rows, order.slot_to_row, top_k)
+            kernels.grouped_gemm.grouped_gemm(
+                d_pre, gate_up_proj.transpose(1, 2), order, out=rows, low_rank=update
+            )
+            grads[0] = kernels.combine.combine(rows, order.slot_to_row, top_k)
         elif need_a1:
-            gemm(d_pre, update.a, order, out=update.side)
+            kernels.grouped_gemm.grouped_gemm(d_pre, update.a, order, out=update.side)
         if need_a1:
             grads[4] = torch.empty_like(a1)
-            dw(x, update.side, order, gather=top_k, out=grads[4].transpose(1, 2))
+            kernels.dw.dw(x, update.side, order, gather=top_k, out=grads[4].transpose(1, 2))
     return grads
 
 
@@ -282,7 +278,7 @@ def fused_experts(
     if torch.is_autocast_enabled(hidden_states.device.type):
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
         gate_up_proj, down_proj = gate_up_proj.to(dtype), down_proj.to(dtype)
-    x = hidden_states.to(dtype)
+    x = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
     tensors = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
     on_input = weight_on == "input"
     low = []
@@ -294,7 +290,7 @@ def fused_experts(
         out = _FusedExperts.apply(*tensors, on_input, *low)
     else:
         out = _experts_inference(*tensors, on_input, low)
-    return out.to(hidden_states.dtype)
+    return out if out.dtype == hidden_states.dtype else out.to(hidden_states.dtype)
 
 
 def _check(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import kernels
 from .kernels import on_device, op, require
 from .order import ExpertOrder
 
@@ -28,13 +29,13 @@ def expert_order(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> E
 
 def sort(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[ExpertOrder, Tensor]:
     """(the order of top_k_index [T, K], the buffer that it is views of)."""
-    from .kernels.sort_tokens import sort_tokens
-    from .kernels.tiles import block_m
 
-    height = block_m(top_k_index.numel(), num_experts, dtype)
+    height = kernels.tiles.block_m(top_k_index.numel(), num_experts, dtype)
     numel = ExpertOrder.numel(top_k_index.numel(), num_experts, height)
     buffer = torch.empty(numel, dtype=torch.int32, device=top_k_index.device)
-    return sort_tokens(top_k_index.contiguous(), num_experts, height, buffer), buffer
+    return kernels.sort_tokens.sort_tokens(
+        top_k_index.contiguous(), num_experts, height, buffer
+    ), buffer
 
 
 def _fake_gemm(x, weight, order, block_m, gather, scatter):
@@ -45,12 +46,13 @@ def _fake_gemm(x, weight, order, block_m, gather, scatter):
 def _grouped_gemm(
     x: Tensor, weight: Tensor, order: list[Tensor], block_m: int, gather: int, scatter: bool
 ) -> Tensor:
-    from .kernels.grouped_gemm import grouped_gemm as gemm
 
     with on_device(x.device):
         out = x.new_zeros(order[1].numel(), weight.shape[1])  # rows of dropped slots stay zero
         order = ExpertOrder(*order, block_m=block_m)
-        return gemm(rows_contiguous(x), weight, order, gather=gather, scatter=scatter, out=out)
+        return kernels.grouped_gemm.grouped_gemm(
+            rows_contiguous(x), weight, order, gather=gather, scatter=scatter, out=out
+        )
 
 
 def _fake_gemm_backward(d_out, x, weight, order, block_m, gather, scatter, need):
@@ -69,9 +71,6 @@ def _grouped_gemm_backward(
     scatter: bool,
     need: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    from .kernels.combine import combine
-    from .kernels.dw import dw
-    from .kernels.grouped_gemm import grouped_gemm as gemm
 
     with on_device(x.device):
         order = ExpertOrder(*order, block_m=block_m)
@@ -80,12 +79,14 @@ def _grouped_gemm_backward(
         d_weight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
         if need[0]:
             rows = d_out.new_zeros(d_out.shape[0], x.shape[1])
-            gemm(d_out, weight.transpose(1, 2), order, gather=int(scatter), out=rows)
-            d_x = combine(rows, order.slot_to_row, gather) if gather else rows
+            kernels.grouped_gemm.grouped_gemm(
+                d_out, weight.transpose(1, 2), order, gather=int(scatter), out=rows
+            )
+            d_x = kernels.combine.combine(rows, order.slot_to_row, gather) if gather else rows
         if need[1] and gather:
-            dw(x, d_out, order, gather=gather, out=d_weight.transpose(1, 2))
+            kernels.dw.dw(x, d_out, order, gather=gather, out=d_weight.transpose(1, 2))
         elif need[1]:
-            dw(d_out, x, order, gather=int(scatter), out=d_weight)
+            kernels.dw.dw(d_out, x, order, gather=int(scatter), out=d_weight)
     return d_x, d_weight
 
 

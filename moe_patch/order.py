@@ -53,12 +53,16 @@ class ExpertOrder:
     @classmethod
     def view(cls, buffer: Tensor, num_slots: int, num_experts: int, block_m: int) -> ExpertOrder:
         """The six tensors as views of one int32 buffer, each 16-byte aligned."""
-        pieces = buffer.split_with_sizes(_pieces(num_slots, num_experts, block_m))
-        return cls(*pieces[::2], block_m=block_m)
+        lengths, kept = _pieces(num_slots, num_experts, block_m)
+        pieces = buffer.split_with_sizes(lengths)
+        return cls(*(pieces[i] for i in kept), block_m=block_m)
 
 
 @functools.lru_cache(1024)
-def _pieces(num_slots: int, num_experts: int, block_m: int) -> list[int]:
-    """Each tensor's length, and its padding to 16 bytes."""
-    sizes = ExpertOrder.sizes(num_slots, num_experts, block_m)
-    return [n for size in sizes for n in (size, -size % 4)]
+def _pieces(num_slots: int, num_experts: int, block_m: int) -> tuple[list[int], list[int]]:
+    """Lengths of the six tensors and of what pads them to 16 bytes; which of these are theirs."""
+    lengths, kept = [], []
+    for size in ExpertOrder.sizes(num_slots, num_experts, block_m):
+        kept.append(len(lengths))
+        lengths += [size, -size % 4] if size % 4 else [size]
+    return lengths, kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import kernels
 from .kernels import on_device, op, require
 
 SCORES = ("softmax", "sigmoid")
@@ -20,24 +21,22 @@ def _fake(router_logits, top_k, sigmoid, renormalize, dtype):
 def _select_experts(
     router_logits: Tensor, top_k: int, sigmoid: bool, renormalize: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    from .kernels.topk import topk  # late: Triton reads TRITON_INTERPRET when it is imported
-
     if router_logits.stride(-1) != 1:
         router_logits = router_logits.contiguous()
     with on_device(router_logits.device):
-        return topk(router_logits, top_k, sigmoid=sigmoid, renormalize=renormalize, dtype=dtype)
+        return kernels.topk.topk(
+            router_logits, top_k, sigmoid=sigmoid, renormalize=renormalize, dtype=dtype
+        )
 
 
 @op(lambda router_logits, *_: router_logits.new_empty(router_logits.shape))
 def _select_experts_backward(
     router_logits: Tensor, index: Tensor, d_weights: Tensor, sigmoid: bool, renormalize: bool
 ) -> Tensor:
-    from .kernels.topk import topk_backward
-
     if router_logits.stride(-1) != 1:
         router_logits = router_logits.contiguous()
     with on_device(router_logits.device):
-        return topk_backward(
+        return kernels.topk.topk_backward(
             router_logits, index, d_weights.contiguous(), sigmoid=sigmoid, renormalize=renormalize
         )
 
@@ -51,14 +50,12 @@ def _fake_sigmoid(router_logits, top_k):
 def sigmoid_scores(router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Without gradient: (scores [T, E], the chosen experts' sigmoids in the dtype of the logits and
     zero for the others; index [T, K]; weights [T, K] float32). See `select_experts`."""
-    from .kernels.topk import topk
-
     if router_logits.stride(-1) != 1:
         router_logits = router_logits.contiguous()
     scores = torch.empty_like(router_logits, memory_format=torch.contiguous_format)
     with on_device(router_logits.device):
         options = {"sigmoid": True, "renormalize": False, "dtype": torch.float32}
-        return scores, *topk(router_logits, top_k, dense=scores, **options)
+        return scores, *kernels.topk.topk(router_logits, top_k, dense=scores, **options)
 
 
 class _SelectExperts(torch.autograd.Function):

@@ -12,7 +12,9 @@ from triton.runtime.jit import JITFunction
 from moe_patch import reference
 from moe_patch.experts import fused_experts
 from moe_patch.kernels import launch as launcher
-from moe_patch.kernels.launch import cdiv, descriptor, power_of_two
+from moe_patch.kernels import tiles
+from moe_patch.kernels.launch import cdiv, power_of_two
+from moe_patch.kernels.tiles import operand
 
 
 @given(st.integers(1, 2**40), st.integers(1, 2**20))
@@ -22,12 +24,16 @@ def test_cdiv_and_power_of_two(a, b):
     assert power_of_two(a).bit_count() == 1
 
 
-def test_descriptors_are_kept_and_keep_nothing():
+def test_descriptors_are_kept_and_keep_nothing(monkeypatch):
+    monkeypatch.setattr(tiles, "use_tma", lambda device: True)
     tensor = torch.zeros(4, 64, dtype=torch.float16)
-    one = descriptor(tensor, (2, 32))
-    assert one is descriptor(tensor, (2, 32)) is not descriptor(tensor, (4, 32))
+    one, tma = operand(tensor, (2, 32))
+    assert tma and one is operand(tensor, (2, 32))[0] is not operand(tensor, (4, 32))[0]
     assert one.base.data_ptr() == tensor.data_ptr() and one.shape == [4, 64]
     assert not any(isinstance(value, torch.Tensor) for value in vars(one.base).values())
+    for other in (tensor.T, tensor[:, 1:], tensor[:0], torch.zeros(4, 12, dtype=torch.float16)):
+        assert operand(other, (2, 32)) == (other, False)
+    tiles._box.cache_clear()  # the CPU has no TMA
 
 
 @pytest.fixture

@@ -11,9 +11,17 @@ import importlib.util
 import os
 from collections.abc import Callable
 from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 import torch
+
+
+def __getattr__(name: str) -> ModuleType:
+    """kernels.topk and so on, imported when first used: Triton reads TRITON_INTERPRET then."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return importlib.import_module(f".{name}", __name__)
 
 
 @functools.cache

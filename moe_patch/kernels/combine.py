@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, launch, power_of_two
+from .launch import cdiv, launches, power_of_two
 
 
 @triton.jit
@@ -29,6 +29,9 @@ def combine_kernel(
     tl.store(out + token * H + h, acc.to(out.dtype.element_ty), mask=h < H)
 
 
+_combine = launches(combine_kernel)
+
+
 def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
     """out[t] = sum over choices of weights[t, k] * rows[slot_to_row[t * top_k + k]] -> [T, H].
 
@@ -38,11 +41,11 @@ def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | Non
     out = rows.new_empty(tokens, hidden)
     if tokens:
         block = min(2048 if tokens >= 256 else 256, power_of_two(hidden))
-        launch(
-            combine_kernel, (tokens, cdiv(hidden, block)),
-            rows, slot_to_row, rows if weights is None else weights, out,
-            H=hidden, TOP_K=top_k, WEIGHTED=weights is not None, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+        start = _combine(
+            H=hidden, TOP_K=top_k, WEIGHTED=weights is not None, BLOCK=block, num_warps=4
+        )
+        weights = rows if weights is None else weights
+        start((tokens, cdiv(hidden, block)), rows, slot_to_row, weights, out)
     return out
 
 
@@ -56,13 +59,14 @@ def sum_partials_kernel(partials, slot_to_row, out, num_slots, COLUMNS: tl.const
     tl.store(out + slot, acc.to(out.dtype.element_ty), mask=slot < num_slots)
 
 
+_sum_partials = launches(sum_partials_kernel)
+
+
 def sum_partials(partials: Tensor, slot_to_row: Tensor, out: Tensor) -> Tensor:
     """out[slot] = sum of partials[slot_to_row[slot], :] in column order; zero for dropped slots."""
     slots = slot_to_row.numel()
     if slots:
         block = min(256, power_of_two(slots))
-        launch(
-            sum_partials_kernel, (cdiv(slots, block),), partials, slot_to_row, out, slots,
-            COLUMNS=partials.shape[1], BLOCK=block, num_warps=4,
-        )  # fmt: skip
+        start = _sum_partials(COLUMNS=partials.shape[1], BLOCK=block, num_warps=4)
+        start((cdiv(slots, block),), partials, slot_to_row, out, slots)
     return out

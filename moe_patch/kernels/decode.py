@@ -113,9 +113,9 @@ def decode(
     )  # fmt: skip
     act = torch.empty((tokens * top_k, inner), dtype=torch.float32, device=x.device)
     out = x.new_empty(x.shape)
-    grid = (cdiv(inner, gate_up["BN"]), tokens * top_k)
+    grid = (cdiv(inner, gate_up.constants["BN"]), tokens * top_k)
     gate_up(grid, x, gate_up_proj, top_k_index, top_k_weights, act)
-    grid = (cdiv(hidden, down["BN"]), tokens)
+    grid = (cdiv(hidden, down.constants["BN"]), tokens)
     down(grid, act, down_proj, top_k_index, top_k_weights, out)
     return out
 

@@ -15,22 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
-from .launch import cdiv, launch
+from .launch import cdiv
 from .tiles import (
-    INTERPRET,
     LowRank,
     choose,
     dot,
     dot_precision,
     find_tile,
+    launches,
     load_rows,
     load_weight,
     low_rank_args,
     low_rank_in,
     low_rank_out,
-    low_rank_sizes,
     silu_mul,
-    strides,
     weight_operand,
 )
 
@@ -127,6 +125,9 @@ def dgate_kernel(
         tl.store(d_scale + rows.to(tl.int64) * NUM_N + column, total, mask=mask)
 
 
+_launches = launches(dgate_kernel)
+
+
 def dgate(
     d_out: Tensor,
     down_proj: Tensor,
@@ -157,19 +158,18 @@ def dgate(
     if slots == 0:
         return d_pre, act, d_scale
     weight = down_proj.transpose(1, 2)  # [E, N = I, K = H]
-    operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
-    launch(
-        dgate_kernel, (order.tile_expert.numel() * columns,),
-        d_out, operand, slot_weight, pre, d_pre, act, d_scale, *low_rank_args(low_rank),
-        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
-        STRIDE_X=d_out.stride(0), **strides(weight),
-        H=hidden, I=inner, TOP_K=slots // d_out.shape[0], WEIGHT_ON_INPUT=weight_on_input,
+    weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
+    start = _launches(
+        tile, d_out.dtype, dot_precision(d_out.dtype), weight.stride(),
+        low_rank.rank if low_rank else 0,
+        STRIDE_X=d_out.stride(0), H=hidden, I=inner, TOP_K=slots // d_out.shape[0],
+        WEIGHT_ON_INPUT=weight_on_input,
         NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale,
-        PARTS=4 if tile.bn >= 64 else 1,
-        TMA=tma, K_MAJOR=k_major, **low_rank_sizes(low_rank),
-        UPCAST=INTERPRET and d_out.dtype == torch.bfloat16,
-        PRECISION=dot_precision(d_out.dtype),
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
-        num_warps=tile.warps, num_stages=tile.stages,
+        PARTS=4 if tile.bn >= 64 else 1, TMA=tma, K_MAJOR=k_major,
+    )  # fmt: skip
+    start(
+        (order.tile_expert.numel() * columns,),
+        d_out, weights, slot_weight, pre, d_pre, act, d_scale, *low_rank_args(low_rank),
+        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return d_pre, act, d_scale

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
-from .launch import cdiv, descriptor, launch
-from .tiles import INTERPRET, choose, describable, dot, dot_precision, use_tma
+from .launch import cdiv, launches
+from .tiles import INTERPRET, choose, dot, dot_precision, operand
 
 
 @triton.jit
@@ -69,6 +69,9 @@ def dw_kernel(
     tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
+_launches = launches(dw_kernel)
+
+
 def dw(p: Tensor, q: Tensor, order: ExpertOrder, *, gather: int = 0, out: Tensor) -> Tensor:
     """Writes the sum over each expert's rows of p^T q into `out` [E, M, N] (any strides).
 
@@ -78,17 +81,19 @@ def dw(p: Tensor, q: Tensor, order: ExpertOrder, *, gather: int = 0, out: Tensor
     experts, m, n = out.shape
     name, rows = "dw_gathered" if gather else "dw", q.shape[0] // experts
     tile = choose(name, 128, rows, n, m, p.dtype, p.device)
-    long = rows >= 512  # else the masked tail is most of the loop
-    tma = long and use_tma(p.device) and describable(q)
-    grid = (experts * cdiv(m, tile.bm) * cdiv(n, tile.bn),)
-    launch(
-        dw_kernel, grid,
-        p, q, descriptor(q, (tile.bk, tile.bn)) if tma else q, out,
-        order.row_to_slot, order.expert_offsets,
+    box, tma = q, False
+    if rows >= 512:  # else the masked tail is most of the loop
+        box, tma = operand(q, (tile.bk, tile.bn))
+    stride_e, stride_m, stride_n = out.stride()
+    start = _launches(
         STRIDE_P=p.stride(0), STRIDE_Q=q.stride(0),
-        STRIDE_E=out.stride(0), STRIDE_M=out.stride(1), STRIDE_N=out.stride(2),
+        STRIDE_E=stride_e, STRIDE_M=stride_m, STRIDE_N=stride_n,
         M=m, N=n, GATHER=gather, TMA=tma,
         UPCAST=INTERPRET and p.dtype == torch.bfloat16, PRECISION=dot_precision(p.dtype),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    start(
+        (experts * cdiv(m, tile.bm) * cdiv(n, tile.bn),),
+        p, q, box, out, order.row_to_slot, order.expert_offsets,
     )  # fmt: skip
     return out

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
-from .launch import cdiv, launch
+from .launch import cdiv
 from .tiles import (
-    INTERPRET,
     LowRank,
     choose,
     dot,
     dot_precision,
     find_tile,
+    launches,
     load_rows,
     load_weight,
     low_rank_args,
     low_rank_in,
     low_rank_out,
-    low_rank_sizes,
     silu_mul,
-    strides,
     use_tma,
     weight_operand,
 )
@@ -99,6 +96,9 @@ def gate_up_kernel(
     tl.store(act + at * I + n, value.to(act.dtype.element_ty), mask=mask)
 
 
+_launches = launches(gate_up_kernel)
+
+
 def gate_up(
     x: Tensor,
     weight: Tensor,
@@ -124,19 +124,16 @@ def gate_up(
         "gate_up", order.block_m, slots // weight.shape[0], inner, hidden, x.dtype, x.device
     )
     one_dot = weight.stride(2) == 1 or not use_tma(x.device)
-    operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk, 2 if one_dot else 1)
-    grid = (order.tile_expert.numel() * cdiv(inner, tile.bn),)
-    launch(
-        gate_up_kernel, grid,
-        x, operand, slot_weight, pre, act, *low_rank_args(low_rank),
-        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
-        STRIDE_X=x.stride(0), **strides(weight),
-        H=hidden, I=inner, TOP_K=slots // x.shape[0],
+    weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk, 2 if one_dot else 1)
+    start = _launches(
+        tile, x.dtype, dot_precision(x.dtype), weight.stride(), low_rank.rank if low_rank else 0,
+        STRIDE_X=x.stride(0), H=hidden, I=inner, TOP_K=slots // x.shape[0],
         WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre,
-        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, **low_rank_sizes(low_rank),
-        UPCAST=INTERPRET and x.dtype == torch.bfloat16,
-        PRECISION=dot_precision(x.dtype),
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
-        num_warps=tile.warps, num_stages=tile.stages,
+        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot,
+    )  # fmt: skip
+    start(
+        (order.tile_expert.numel() * cdiv(inner, tile.bn),),
+        x, weights, slot_weight, pre, act, *low_rank_args(low_rank),
+        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return act, pre

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
-from .launch import cdiv, descriptor, launch
+from .launch import cdiv
 from .tiles import (
-    INTERPRET,
     LowRank,
     choose,
-    describable,
     dot,
     dot_precision,
     find_tile,
+    launches,
     load_rows,
     load_weight,
     low_rank_args,
     low_rank_in,
     low_rank_out,
-    low_rank_sizes,
-    strides,
-    use_tma,
+    operand,
     weight_operand,
 )
 
@@ -81,6 +77,9 @@ def grouped_gemm_kernel(
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask[:, None] & (n < N))
 
 
+_launches = launches(grouped_gemm_kernel)
+
+
 def grouped_gemm(
     x: Tensor,
     weight: Tensor,
@@ -102,20 +101,16 @@ def grouped_gemm(
     experts, n, k = weight.shape
     rows = order.row_to_slot.numel() // experts
     tile = choose("gemm", order.block_m, rows, n, k, x.dtype, x.device)
-    operand, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
-    x_tma = gather == 0 and use_tma(x.device) and describable(x)
-    grid = (order.tile_expert.numel() * cdiv(n, tile.bn),)
-    launch(
-        grouped_gemm_kernel, grid,
-        descriptor(x, (tile.bm, tile.bk)) if x_tma else x, operand, out,
-        *low_rank_args(low_rank),
+    weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
+    box, x_tma = (x, False) if gather else operand(x, (tile.bm, tile.bk))
+    start = _launches(
+        tile, x.dtype, dot_precision(x.dtype), weight.stride(), low_rank.rank if low_rank else 0,
+        STRIDE_X=x.stride(0), N=n, K=k, GATHER=gather, SCATTER=scatter,
+        X_TMA=x_tma, TMA=tma, K_MAJOR=k_major,
+    )  # fmt: skip
+    start(
+        (order.tile_expert.numel() * cdiv(n, tile.bn),),
+        box, weights, out, *low_rank_args(low_rank),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
-        STRIDE_X=x.stride(0), **strides(weight),
-        N=n, K=k, GATHER=gather, SCATTER=scatter,
-        X_TMA=x_tma, TMA=tma, K_MAJOR=k_major, **low_rank_sizes(low_rank),
-        UPCAST=INTERPRET and x.dtype == torch.bfloat16,
-        PRECISION=dot_precision(x.dtype),
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
-        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
-from .launch import cdiv, launch, power_of_two
+from .launch import Launch, cdiv, power_of_two
 from .tiles import INTERPRET
 
 
@@ -98,21 +100,27 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Ten
     """
     slots = top_k_index.numel()
     order = ExpertOrder.view(buffer, slots, num_experts, block_m)
-    bins = power_of_two(max(num_experts, 2))
-    block = _block(slots)
-    blocks = max(1, cdiv(slots, block))
+    count, place, blocks, bins = _start(slots, num_experts, block_m)
     # counts [blocks, bins], then three rows of scratch for each block
     counts = torch.empty((4, blocks, bins), dtype=torch.int32, device=buffer.device)
     if blocks > 1:
-        launch(
-            count_kernel, (blocks,), top_k_index, counts, slots,
-            E=num_experts, BINS=bins, BLOCK=block, num_warps=4,
-        )  # fmt: skip
-    launch(
-        place_kernel, (blocks,), top_k_index, counts,
+        count((blocks,), top_k_index, counts, slots)
+    place(
+        (blocks,), top_k_index, counts,
         order.expert_offsets, order.row_to_slot, order.slot_to_row,
         order.tile_expert, order.tile_row, order.num_tiles, slots, blocks,
-        E=num_experts, BM=block_m, BINS=bins, BLOCK=block, SINGLE=blocks == 1,
-        CHUNK=max(1, min(4096 // bins, power_of_two(blocks))), num_warps=4,
     )  # fmt: skip
     return order
+
+
+@functools.lru_cache(1024)
+def _start(slots: int, num_experts: int, block_m: int) -> tuple[Launch, Launch, int, int]:
+    """Of the two kernels; the number of blocks and of bins."""
+    bins = power_of_two(max(num_experts, 2))
+    block = _block(slots)
+    blocks = max(1, cdiv(slots, block))
+    chunk = max(1, min(4096 // bins, power_of_two(blocks)))
+    sizes = {"E": num_experts, "BINS": bins, "BLOCK": block, "num_warps": 4}
+    single = blocks == 1
+    place = Launch(place_kernel, BM=block_m, SINGLE=single, CHUNK=chunk, **sizes)
+    return Launch(count_kernel, **sizes), place, blocks, bins

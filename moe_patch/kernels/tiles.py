@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import table
-from .launch import descriptor, power_of_two
+from .launch import Launch, descriptor, power_of_two
 
 INTERPRET: bool = triton.knobs.runtime.interpret
 
@@ -160,6 +161,41 @@ def heuristic(
     return fit(kernel, tile, n, dtype.itemsize, shared)
 
 
+def operand(
+    tensor: Tensor, block: tuple[int, ...], halves: int = 1
+) -> tuple[Tensor | TensorDescriptor, bool]:
+    """(a TMA descriptor of boxes `block`, True); (the tensor itself, False) where TMA cannot.
+
+    halves = 2, of [E, N, K]: boxes [1, 2, BN, BK] with BN rows of each half of N.
+    """
+    box = _box(
+        tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device,
+        block, halves,
+    )  # fmt: skip
+    return (tensor, False) if box is None else (box, True)
+
+
+@functools.lru_cache(4096)
+def _box(
+    pointer: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    device: torch.device,
+    block: tuple[int, ...],
+    halves: int,
+) -> TensorDescriptor | None:
+    """Needs a 16-byte aligned base and strides, and a contiguous last dimension."""
+    aligned = all(stride > 0 and stride * dtype.itemsize % 16 == 0 for stride in strides[:-1])
+    aligned &= strides[-1] == 1 and pointer % 16 == 0 and 0 not in shape
+    if not (aligned and use_tma(device)):
+        return None
+    if halves == 2:
+        (experts, n, k), (stride_e, stride_n, _) = shape, strides
+        shape, strides = (experts, 2, n // 2, k), (stride_e, n // 2 * stride_n, stride_n, 1)
+    return descriptor(pointer, dtype, shape, strides, block)
+
+
 def weight_operand(
     weight: Tensor, bn: int, bk: int, halves: int = 1
 ) -> tuple[Tensor | TensorDescriptor, bool, bool]:
@@ -167,22 +203,34 @@ def weight_operand(
 
     halves = 2: blocks of 2 * bn columns, bn of each half of N; K-major weights only.
     """
-    k_major = weight.stride(2) == 1
-    if not use_tma(weight.device) or not (k_major or weight.stride(1) == 1):
-        return weight, False, k_major
-    stored = weight if k_major else weight.transpose(1, 2)
-    if not describable(stored):
-        return weight, False, k_major
-    if halves == 2:
-        (experts, n, k), (stride_e, stride_n, _) = stored.shape, stored.stride()
-        halved = (experts, 2, n // 2, k), (stride_e, n // 2 * stride_n, stride_n, 1)
-        return descriptor(stored, (1, 2, bn, bk), *halved), True, True
-    return descriptor(stored, (1, bn, bk) if k_major else (1, bk, bn)), True, k_major
+    if weight.stride(2) == 1:
+        return *operand(weight, (1, bn, bk) if halves == 1 else (1, 2, bn, bk), halves), True
+    box, tma = operand(weight.transpose(1, 2), (1, bk, bn))
+    return (box, True, False) if tma else (weight, False, False)
 
 
-def strides(weight: Tensor) -> dict[str, int]:
-    """Of a logical [E, N, K] weight, as kernels take them."""
-    return dict(zip(("STRIDE_E", "STRIDE_N", "STRIDE_K"), weight.stride()))
+def launches(kernel: Any) -> Callable[..., Launch]:
+    """(tile, dtype, precision, weight_strides, rank, **constants) -> the Launch of a grouped
+    kernel, kept. `precision` is from `dot_precision`; rank 0: no low-rank update."""
+
+    @functools.lru_cache(1024)
+    def prepare(
+        tile: Tile,
+        dtype: torch.dtype,
+        precision: str,
+        weight_strides: tuple[int, int, int],
+        rank: int = 0,
+        **constants: Any,
+    ) -> Launch:
+        strides = zip(("STRIDE_E", "STRIDE_N", "STRIDE_K"), weight_strides)
+        return Launch(
+            kernel, **dict(strides), **constants, R=rank, RP=max(16, power_of_two(max(rank, 1))),
+            UPCAST=INTERPRET and dtype == torch.bfloat16,  # its own arithmetic is wrong there
+            PRECISION=precision, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    return prepare
 
 
 @dataclass(frozen=True)
@@ -196,23 +244,15 @@ class LowRank:
     b: Tensor
     side: Tensor
 
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.a.shape[1]
+
 
 def low_rank_args(low_rank: LowRank | None) -> tuple[Tensor | None, ...]:
     """As kernels take them."""
     return (low_rank.a, low_rank.b, low_rank.side) if low_rank else (None, None, None)
-
-
-def low_rank_sizes(low_rank: LowRank | None) -> dict[str, int]:
-    """The rank and the width that tensor cores give it."""
-    rank = low_rank.a.shape[1] if low_rank else 0
-    return {"R": rank, "RP": max(16, power_of_two(max(rank, 1)))}
-
-
-def describable(tensor: Tensor) -> bool:
-    """Whether TMA can address it: 16-byte aligned base and strides, contiguous last dimension."""
-    size = tensor.element_size()
-    aligned = all(stride > 0 and stride * size % 16 == 0 for stride in tensor.stride()[:-1])
-    return aligned and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
 
 
 def use_tma(device: torch.device) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, cdiv, launch, power_of_two
+from .launch import cdiv, launches, power_of_two
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -102,6 +100,9 @@ def topk_backward_kernel(
     tl.store(d_logits + to, grad.to(d_logits.dtype.element_ty), mask=mask & (expert < E))
 
 
+_topk, _topk_backward = launches(topk_kernel), launches(topk_backward_kernel)
+
+
 def _sizes(tokens: int, experts: int) -> tuple[int, int, tuple[int]]:
     padded = power_of_two(max(experts, 2))
     block = max(1, min(1024 // padded, power_of_two(max(tokens, 1))))
@@ -129,31 +130,13 @@ def topk(
         padded, block, grid = _sizes(tokens, experts)
         narrow = router_logits.element_size() == 2 and padded <= 1 << 13
         start = _topk(
-            experts, top_k, padded, block, router_logits.stride(0),
-            sigmoid, renormalize, dense is not None, narrow,
+            STRIDE=router_logits.stride(0), E=experts, K=top_k,
+            SIGMOID=sigmoid, RENORMALIZE=renormalize, DENSE=dense is not None, NARROW=narrow,
+            EP=padded, KP=max(2, power_of_two(top_k)),  # tl.topk fails on one element
+            BLOCK=block, num_warps=4,
         )  # fmt: skip
         start(grid, router_logits, index, weights, weights if dense is None else dense, tokens)
     return index, weights
-
-
-@functools.lru_cache(1024)
-def _topk(
-    experts: int,
-    top_k: int,
-    padded: int,
-    block: int,
-    stride: int,
-    sigmoid: bool,
-    renormalize: bool,
-    dense: bool,
-    narrow: bool,
-) -> Launch:
-    return Launch(
-        topk_kernel, STRIDE=stride, E=experts, K=top_k,
-        SIGMOID=sigmoid, RENORMALIZE=renormalize, DENSE=dense, NARROW=narrow,
-        EP=padded, KP=max(2, power_of_two(top_k)),  # tl.topk fails on one element
-        BLOCK=block, num_warps=4,
-    )  # fmt: skip
 
 
 def topk_backward(
@@ -164,10 +147,9 @@ def topk_backward(
     d_logits = torch.empty_like(router_logits, memory_format=torch.contiguous_format)
     if tokens:
         padded, block, grid = _sizes(tokens, experts)
-        launch(
-            topk_backward_kernel, grid, router_logits, index, d_weights, d_logits, tokens,
+        start = _topk_backward(
             STRIDE=router_logits.stride(0), E=experts, K=index.shape[1],
-            SIGMOID=sigmoid, RENORMALIZE=renormalize,
-            EP=padded, BLOCK=block, num_warps=4,
+            SIGMOID=sigmoid, RENORMALIZE=renormalize, EP=padded, BLOCK=block, num_warps=4,
         )  # fmt: skip
+        start(grid, router_logits, index, d_weights, d_logits, tokens)
     return d_logits
