@@ -32,7 +32,7 @@ def sort(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[Exp
 
     height = kernels.tiles.block_m(top_k_index.numel(), num_experts, dtype)
     numel = ExpertOrder.numel(top_k_index.numel(), num_experts, height)
-    buffer = torch.empty(numel, dtype=torch.int32, device=top_k_index.device)
+    buffer = top_k_index.new_empty(numel, dtype=torch.int32)
     return kernels.sort_tokens.sort_tokens(
         top_k_index.contiguous(), num_experts, height, buffer
     ), buffer

@@ -168,7 +168,7 @@ def candidates(
     small = dtype == torch.float32 or shared < 160_000
     heights = (64, 128) if is_dw else (start.bm,)
     widths = (32, 64, 128) if small else (64, 128, 256)
-    depths = (32, 64) if small else (64,) if is_dw else (64, 128)
+    depths = (32, 64) if small or is_dw else (64, 128)
     if start.bm == 16 and not small:
         widths, depths = (32, *widths), (*depths, 256)
     tiles = [
@@ -177,9 +177,7 @@ def candidates(
         if not is_dw or bm <= max(64, m)
     ]
     tiles += [replace(start, stages=stages) for stages in (3, 5)]
-    if is_dw:
-        tiles += [replace(start, bk=bk) for bk in (32, 128)]
-    elif start.bm >= 64:
+    if start.bm >= 64 and not is_dw:
         tiles += [replace(start, group_m=group_m) for group_m in (4, 16)]
     found = [start]
     for tile in tiles:

@@ -111,7 +111,7 @@ def decode(
         hidden, inner, down_proj.shape[0], top_k, weight_on_input,
         x.element_size(), x.stride(0), gate_up_proj.stride(), down_proj.stride(),
     )  # fmt: skip
-    act = torch.empty((tokens * top_k, inner), dtype=torch.float32, device=x.device)
+    act = x.new_empty((tokens * top_k, inner), dtype=torch.float32)
     out = x.new_empty(x.shape)
     grid = (cdiv(inner, gate_up.constants["BN"]), tokens * top_k)
     gate_up(grid, x, gate_up_proj, top_k_index, top_k_weights, act)

@@ -14,10 +14,10 @@ from .tiles import INTERPRET, choose, dot, dot_precision, operand
 
 @triton.jit
 def dw_kernel(
-    p, q, q_box, dw, row_to_slot, expert_offsets,
+    p, q, q_box, dw, dw_box, row_to_slot, expert_offsets,
     STRIDE_P: tl.constexpr, STRIDE_Q: tl.constexpr,
     STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr, STRIDE_N: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -26,7 +26,8 @@ def dw_kernel(
     pid = tl.program_id(0)
     expert = pid // (NUM_M * NUM_N)
     pid = pid % (NUM_M * NUM_N)
-    m = (pid % NUM_M) * BM + tl.arange(0, BM)
+    m0 = (pid % NUM_M) * BM
+    m = m0 + tl.arange(0, BM)
     n0 = (pid // NUM_M) * BN
     n = n0 + tl.arange(0, BN)
     begin = tl.load(expert_offsets + expert)
@@ -65,8 +66,14 @@ def dw_kernel(
             b = b.to(tl.float32)
         acc = dot(a.T, b, acc, PRECISION)
 
-    at = expert.to(tl.int64) * STRIDE_E + m[:, None] * STRIDE_M + n[None, :] * STRIDE_N
-    tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+    acc = acc.to(dw.dtype.element_ty)
+    if STORE == "N":
+        dw_box.store([expert, m0, n0], acc.reshape(1, BM, BN))
+    elif STORE == "M":
+        dw_box.store([expert, n0, m0], acc.T.reshape(1, BN, BM))
+    else:
+        at = expert.to(tl.int64) * STRIDE_E + m[:, None] * STRIDE_M + n[None, :] * STRIDE_N
+        tl.store(dw + at, acc, mask=(m[:, None] < M) & (n[None, :] < N))
 
 
 _launches = launches(dw_kernel)
@@ -85,15 +92,20 @@ def dw(p: Tensor, q: Tensor, order: ExpertOrder, *, gather: int = 0, out: Tensor
     if rows >= 512:  # else the masked tail is most of the loop
         box, tma = operand(q, (tile.bk, tile.bn))
     stride_e, stride_m, stride_n = out.stride()
+    if stride_n == 1:
+        out_box, tma_store = operand(out, (1, tile.bm, tile.bn))
+    else:
+        out_box, tma_store = operand(out.transpose(1, 2), (1, tile.bn, tile.bm))
+    store = ("N" if stride_n == 1 else "M") if tma_store else ""
     start = _launches(
         STRIDE_P=p.stride(0), STRIDE_Q=q.stride(0),
         STRIDE_E=stride_e, STRIDE_M=stride_m, STRIDE_N=stride_n,
-        M=m, N=n, GATHER=gather, TMA=tma,
+        M=m, N=n, GATHER=gather, TMA=tma, STORE=store,
         UPCAST=INTERPRET and p.dtype == torch.bfloat16, PRECISION=dot_precision(p.dtype),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     start(
         (experts * cdiv(m, tile.bm) * cdiv(n, tile.bn),),
-        p, q, box, out, order.row_to_slot, order.expert_offsets,
+        p, q, box, out, out_box, order.row_to_slot, order.expert_offsets,
     )  # fmt: skip
     return out

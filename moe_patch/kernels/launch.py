@@ -44,7 +44,7 @@ class Launch:
         if not DIRECT or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # profiler
             self.kernel[grid](*args, **self.constants)
             return
-        device = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice()
         kind: list[Any] = [device]
         bits, values = 0, []
         for arg in args:

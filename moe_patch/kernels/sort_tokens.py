@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -102,7 +101,7 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Ten
     order = ExpertOrder.view(buffer, slots, num_experts, block_m)
     count, place, blocks, bins = _start(slots, num_experts, block_m)
     # counts [blocks, bins], then three rows of scratch for each block
-    counts = torch.empty((4, blocks, bins), dtype=torch.int32, device=buffer.device)
+    counts = buffer.new_empty(4, blocks, bins)
     if blocks > 1:
         count((blocks,), top_k_index, counts, slots)
     place(

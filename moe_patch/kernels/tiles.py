@@ -53,7 +53,8 @@ def block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
     rows = num_slots / max(num_experts, 1)
     if dtype == torch.float32 or INTERPRET:
         return 16 if rows <= 16 else 64
-    return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows < 192 else 128
+    # a second tile of the same expert costs more than the rows that a higher one leaves empty
+    return 16 if rows <= 8 else 32 if rows <= 20 else 64 if rows < 192 else 128
 
 
 def loaded(kernel: str, tile: Tile) -> int:
@@ -150,10 +151,11 @@ def heuristic(
         tile = Tile(bm, 32 if kernel == "gate_up" else 64, 32, 4, 3)
     elif shared < 160_000:  # Ada, consumer Blackwell, CDNA: 64 to 100 KB
         tile = Tile(bm, 64, 32, 4, 3)
+    elif kernel.startswith("dw") and rows < 512:  # writes are most of it: three programs an SM
+        tile = Tile(64, 256, 32, 4, 5)
     elif bm == 128:
         stages = 5 if kernel == "dw_gathered" else 4
-        bk = 32 if kernel == "dw_gathered" and rows <= 256 else 64  # less of it past the rows
-        tile = Tile(bm, 128 if kernel == "gate_up" else 256, bk, 8, stages)
+        tile = Tile(bm, 128 if kernel == "gate_up" else 256, 64, 8, stages)
     elif bm == 64:
         tile = Tile(bm, 128, 64, 4, 4)
     else:

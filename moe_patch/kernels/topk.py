@@ -124,8 +124,8 @@ def topk(
     the chosen experts' sigmoids, zero for the others.
     """
     tokens, experts = router_logits.shape
-    index = torch.empty((tokens, top_k), dtype=torch.int64, device=router_logits.device)
-    weights = torch.empty((tokens, top_k), dtype=dtype, device=router_logits.device)
+    index = router_logits.new_empty((tokens, top_k), dtype=torch.int64)
+    weights = router_logits.new_empty((tokens, top_k), dtype=dtype)
     if tokens:
         padded, block, grid = _sizes(tokens, experts)
         narrow = router_logits.element_size() == 2 and padded <= 1 << 13
