@@ -176,9 +176,9 @@ def candidates(
         for bm, bn, bk, warps in itertools.product(heights, widths, depths, (4, 8))
         if not is_dw or bm <= max(64, m)
     ]
-    tiles += [replace(start, stages=stages) for stages in (3, 5)]
-    if start.bm >= 64 and not is_dw:
-        tiles += [replace(start, group_m=group_m) for group_m in (4, 16)]
+    if not is_dw:
+        tiles += [replace(start, stages=stages) for stages in (3, 5)]
+        tiles += [replace(start, group_m=group_m) for group_m in (4, 16) if start.bm >= 64]
     found = [start]
     for tile in tiles:
         tile = fit(kernel, tile, n, dtype.itemsize, shared)
