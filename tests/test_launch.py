@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+import triton
 from hypothesis import given
 from hypothesis import strategies as st
 from ops import assert_close, in_double, moe
@@ -34,6 +40,16 @@ def test_descriptors_are_kept_and_keep_nothing(monkeypatch):
     for other in (tensor.T, tensor[:, 1:], tensor[:0], torch.zeros(4, 12, dtype=torch.float16)):
         assert operand(other, (2, 32)) == (other, False)
     tiles._box.cache_clear()  # the CPU has no TMA
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="Triton starts the kernels")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_the_driver_is_told_what_triton_tells_it():
+    script = Path(__file__).with_name("direct.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("told to the driver as by Triton") >= 13  # kernels, with each count
 
 
 @pytest.fixture

@@ -1,13 +1,15 @@
 """Starts a kernel without Triton's argument binder, which costs more than a decode step's kernels.
 
 The first launch of a kind goes through Triton, which compiles; the next ones find the binary by
-the arguments' dtypes. That is all that its code depends on here besides its constants: strides are
-among them, counts are not specialised, and unaligned pointers always take Triton's own way.
+the arguments' dtypes and call the C function behind Triton's launcher. The dtypes are all that a
+binary depends on besides its constants: strides are among them, counts are not specialised, and
+unaligned pointers always take Triton's own way.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ DIRECT: bool = (
     triton.__version__.split(".")[:2] == ["3", "6"]  # whose calling convention this file knows
     and not triton.knobs.runtime.interpret
     and torch.cuda.is_available()
+    and torch.version.hip is None
 )
 
 
@@ -60,14 +63,42 @@ class Launch:
         if binary is None or bits & 15:
             compiled = self.kernel[grid](*args, **self.constants)
             if not bits & 15:
-                unread = (None,) * (len(self.kernel.params) - len(args))  # it skips constexprs
-                run, function = compiled.run, compiled.function
-                self._binaries[key] = run, function, compiled.packed_metadata, unread
+                self._binaries[key] = _binary(self.kernel, compiled, args)
             return
-        run, function, metadata, unread = binary
+        start, function, settings, boxes, unread = binary
+        for at, name, meta in boxes:  # from the last to the first
+            values[at : at + 1] = _encoded(values[at], name, meta)
         stream = torch._C._cuda_getCurrentRawStream(device)
         x, y, z = (*grid, 1, 1)[:3]
-        run(x, y, z, stream, function, metadata, None, None, None, *values, *unread)
+        start(x, y, z, stream, function, *settings, *values, *unread)
+
+
+def _binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(C function, kernel on the device, its settings, its descriptors, places of constexprs)."""
+    launcher = compiled.run
+    assert not launcher.global_scratch_size and not launcher.profile_scratch_size
+    start, boxes = launcher.launch, []
+    at = [i for i, arg in enumerate(args) if isinstance(arg, TensorDescriptor)]
+    if at:  # wrapped in Python, to encode descriptors at every launch
+        start = inspect.getclosurevars(start).nonlocals["launcher"]
+        for i, meta in zip(at, compiled.metadata.tensordesc_meta, strict=True):
+            boxes.insert(0, (i, (meta["swizzle"], *meta["block_size"]), meta))
+    settings = (
+        launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,  # no scratch memory
+        compiled.packed_metadata, None, None, None,  # no hooks
+    )  # fmt: skip
+    unread = (None,) * (len(kernel.params) - len(args))
+    return start, compiled.function, settings, boxes, unread
+
+
+def _encoded(box: TensorDescriptor, name: tuple[int, ...], meta: dict[str, Any]) -> list[Any]:
+    """The arguments that a descriptor becomes, kept with it by what a binary wants of it."""
+    known = vars(box).setdefault("encoded", {})
+    if name not in known:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        known[name] = make_tensordesc_arg(box, meta)
+    return known[name]
 
 
 def launches(kernel: Any) -> Callable[..., Launch]:
