@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .accumulate import Leaf, leaf, target
 from .grouped import DTYPES, expert_order, grouped_gemm, rows_contiguous, sort
 from .kernels import on_device, op, require
 from .order import ExpertOrder
@@ -144,12 +145,32 @@ def _experts_backward(
     need: list[bool],
 ) -> list[Tensor]:
     """Gradients of (hidden_states, gate_up_proj, down_proj, top_k_weights, *low); empty if not
-    needed.
+    needed."""
+    return _gradients(
+        d_out, hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer, sides,
+        weight_on_input, low, need, (None, None),
+    )  # fmt: skip
+
+
+def _gradients(
+    d_out: Tensor,
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_weights: Tensor,
+    pre: Tensor,
+    buffer: Tensor,
+    sides: list[Tensor],
+    weight_on_input: bool,
+    low: list[Tensor],
+    need: list[bool],
+    leaves: tuple[Leaf | None, Leaf | None],
+) -> list[Tensor | None]:
+    """As `_experts_backward`; None for a weight whose leaf's .grad was added to.
 
     With y = x (W + B A)^T: dA = (dy B)^T x, dB = dy^T (x A^T), and dx = dy W + (dy B) A is a
     product with the transposed weight and its low-rank update A^T B^T.
     """
-
     need_hidden, need_gate_up, need_down, need_weights, *need_low = need
     need_a1, need_b1, need_a2, need_b2 = need_low or (False,) * 4
     a1, b1, a2, b2 = low or (None,) * 4
@@ -173,8 +194,9 @@ def _experts_backward(
             out = top_k_weights.new_empty(top_k_weights.shape)
             grads[3] = kernels.combine.sum_partials(d_scale, order.slot_to_row, out)
         if need_down:
-            grads[2] = torch.empty_like(down_proj)
-            kernels.dw.dw(d_out, act, order, gather=top_k, out=grads[2])
+            out, add = target(down_proj, leaves[1])
+            kernels.dw.dw(d_out, act, order, gather=top_k, out=out, add=add)
+            grads[2] = None if add else out
         if need_a2:
             grads[6] = torch.empty_like(a2)
             kernels.dw.dw(act, update.side, order, out=grads[6].transpose(1, 2))
@@ -185,8 +207,9 @@ def _experts_backward(
                 side = side * top_k_weights.reshape(-1, 1)[order.row_to_slot.long()].to(side.dtype)
             kernels.dw.dw(d_out, side, order, gather=top_k, out=grads[7])
         if need_gate_up:
-            grads[1] = torch.empty_like(gate_up_proj)
-            kernels.dw.dw(x, d_pre, order, gather=top_k, out=grads[1].transpose(1, 2))
+            out, add = target(gate_up_proj, leaves[0])
+            kernels.dw.dw(x, d_pre, order, gather=top_k, out=out.transpose(1, 2), add=add)
+            grads[1] = None if add else out
         if need_b1:
             grads[5] = torch.empty_like(b1)
             kernels.dw.dw(d_pre, sides[0], order, out=grads[5])
@@ -214,6 +237,7 @@ class _FusedExperts(torch.autograd.Function):
         kept = (hidden_states, gate_up_proj, down_proj, weights, pre, buffer)
         ctx.save_for_backward(*kept, *(sides if low else ()), *low)
         ctx.weight_on_input = weight_on_input
+        ctx.leaves = leaf(gate_up_proj), leaf(down_proj)
         return out
 
     @staticmethod
@@ -226,7 +250,11 @@ class _FusedExperts(torch.autograd.Function):
         )
         tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer)
         sides, low = rest[:2], rest[2:]
-        grads = _experts_backward(d_out, *tensors, sides, ctx.weight_on_input, low, need)
+        arguments = (d_out, *tensors, sides, ctx.weight_on_input, low, need)
+        if torch.compiler.is_compiling():
+            grads = _experts_backward(*arguments)
+        else:
+            grads = _gradients(*arguments, ctx.leaves)
         d_hidden, d_gate_up, d_down, d_weights, *d_low = (
             grad if wanted else None for grad, wanted in zip(grads, need)
         )

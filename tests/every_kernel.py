@@ -54,6 +54,10 @@ def main() -> None:
             assert_close(mine, other, dtype)
         with torch.no_grad():
             assert_close(fused_experts(**arguments, weight_on=weight_on), truth, dtype)
+        for _ in range(2):  # made, then added to
+            fused_experts(**arguments, weight_on=weight_on).backward(d_out)
+        for x, other in zip([t for t in arguments.values() if t.requires_grad], true[1:]):
+            assert_close(x.grad / 2, other, dtype)
         low = low_rank(arguments, rank=5)
         out = fused_experts(**arguments, **low, weight_on=weight_on)
         exact = in_double(arguments) | {n: tuple(t.double() for t in p) for n, p in low.items()}

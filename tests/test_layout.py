@@ -27,8 +27,9 @@ ARROWS = {
     "shapes": set(),
     "reference": {"order"},
     "kernels": {"kernels", "kernels.*", "order"},
+    "accumulate": set(),
     "grouped": {"kernels", "kernels.*", "order"},
-    "experts": {"grouped", "kernels", "kernels.*", "order", "reference"},
+    "experts": {"accumulate", "grouped", "kernels", "kernels.*", "order", "reference"},
     "routing": {"kernels", "kernels.*", "order", "reference"},
     "models": {"models", "models.*", "experts", "routing", "kernels"},
     "patcher": {"models", "models.*"},
@@ -56,12 +57,13 @@ THIRD_PARTY = {
     "shapes": {"torch", "transformers"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
+    "accumulate": {"torch"},
     "grouped": {"torch"},
     "experts": {"torch"},
     "routing": {"torch"},
     "models": {"torch", "transformers", "peft"},
 }
-HOT = ("kernels", "experts", "grouped", "routing", "models")
+HOT = ("kernels", "accumulate", "experts", "grouped", "routing", "models")
 SYNCHRONISES = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "masked_select"}
 
 

@@ -17,7 +17,8 @@ def dw_kernel(
     p, q, q_box, dw, dw_box, row_to_slot, expert_offsets,
     STRIDE_P: tl.constexpr, STRIDE_Q: tl.constexpr,
     STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr, STRIDE_N: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr, STORE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr,
+    STORE: tl.constexpr, ADD: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -32,6 +33,9 @@ def dw_kernel(
     n = n0 + tl.arange(0, BN)
     begin = tl.load(expert_offsets + expert)
     end = tl.load(expert_offsets + expert + 1)
+    if ADD:
+        if begin == end:
+            return
     full = begin
     if TMA:
         full = begin + (end - begin) // BK * BK
@@ -66,24 +70,33 @@ def dw_kernel(
             b = b.to(tl.float32)
         acc = dot(a.T, b, acc, PRECISION)
 
-    acc = acc.to(dw.dtype.element_ty)
     if STORE == "N":
-        dw_box.store([expert, m0, n0], acc.reshape(1, BM, BN))
+        if ADD:
+            acc += dw_box.load([expert, m0, n0]).reshape(BM, BN).to(tl.float32)
+        dw_box.store([expert, m0, n0], acc.to(dw.dtype.element_ty).reshape(1, BM, BN))
     elif STORE == "M":
-        dw_box.store([expert, n0, m0], acc.T.reshape(1, BN, BM))
+        if ADD:
+            acc += dw_box.load([expert, n0, m0]).reshape(BN, BM).T.to(tl.float32)
+        dw_box.store([expert, n0, m0], acc.to(dw.dtype.element_ty).T.reshape(1, BN, BM))
     else:
-        at = expert.to(tl.int64) * STRIDE_E + m[:, None] * STRIDE_M + n[None, :] * STRIDE_N
-        tl.store(dw + at, acc, mask=(m[:, None] < M) & (n[None, :] < N))
+        at = dw + expert.to(tl.int64) * STRIDE_E + m[:, None] * STRIDE_M + n[None, :] * STRIDE_N
+        inside = (m[:, None] < M) & (n[None, :] < N)
+        if ADD:
+            acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, acc.to(dw.dtype.element_ty), mask=inside)
 
 
 _launches = launches(dw_kernel)
 
 
-def dw(p: Tensor, q: Tensor, order: ExpertOrder, *, gather: int = 0, out: Tensor) -> Tensor:
-    """Writes the sum over each expert's rows of p^T q into `out` [E, M, N] (any strides).
+def dw(
+    p: Tensor, q: Tensor, order: ExpertOrder, *, gather: int = 0, out: Tensor, add: bool = False
+) -> Tensor:
+    """Writes the sum over each expert's rows of p^T q into `out` [E, M, N] (any strides, its dtype
+    or float32), or adds it.
 
     q [S, N] is in expert order; p [S, M] too, or gathered: row r is p[row_to_slot[r] // gather].
-    An expert without rows gets exact zeros.
+    An expert without rows gets exact zeros, or nothing added.
     """
     experts, m, n = out.shape
     name, rows = "dw_gathered" if gather else "dw", q.shape[0] // experts
@@ -100,7 +113,7 @@ def dw(p: Tensor, q: Tensor, order: ExpertOrder, *, gather: int = 0, out: Tensor
     start = _launches(
         STRIDE_P=p.stride(0), STRIDE_Q=q.stride(0),
         STRIDE_E=stride_e, STRIDE_M=stride_m, STRIDE_N=stride_n,
-        M=m, N=n, GATHER=gather, TMA=tma, STORE=store,
+        M=m, N=n, GATHER=gather, TMA=tma, STORE=store, ADD=add,
         UPCAST=INTERPRET and p.dtype == torch.bfloat16, PRECISION=dot_precision(p.dtype),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
