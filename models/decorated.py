@@ -228,12 +228,13 @@ def _why_not_device(device_type: str) -> str | None:
 def _warn(reason: str | None) -> bool:
     """Whether there is a reason to run HF's own forward, said once."""
     if reason is not None:
-        _warn_once(f"moe_patch runs Hugging Face's own forward: {reason}.")
+        warn_once(f"moe_patch runs Hugging Face's own forward: {reason}.")
     return reason is not None
 
 
 @torch.compiler.assume_constant_result
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """A UserWarning, the first time only; torch.compile calls it while it traces."""
     _warn_uncompiled(message)
 
 

@@ -12,7 +12,7 @@ import torch
 from peft.tuners.lora import layer as peft
 from torch import Tensor
 
-from .decorated import UPDATES, takes_low_rank
+from .decorated import UPDATES, takes_low_rank, warn_once
 
 
 class ParamWrapper(peft.ParamWrapper):
@@ -28,6 +28,10 @@ class ParamWrapper(peft.ParamWrapper):
         if not takes_low_rank(experts, x, *args):
             return super().forward(x, *args, **kwargs)
         self._check_forward_args(x, *args)
+        misfit = next(filter(None, map(self._why_not_fit, adapters)), None)
+        if misfit:
+            warn_once(f"moe_patch leaves an adapter to PEFT: {misfit}.")
+            return super().forward(x, *args, **kwargs)
         updates = vars(experts).setdefault(UPDATES, {})
         updates[self.parameter_name] = self._low_rank(adapters)
         try:
@@ -36,6 +40,18 @@ class ParamWrapper(peft.ParamWrapper):
             del updates[self.parameter_name]
             if not updates:
                 delattr(experts, UPDATES)
+
+    def _why_not_fit(self, adapter: str) -> str | None:
+        """None when the adapter's factors make up an update of the weights, else the reason."""
+        a, b = (tuple(each[adapter].weight.shape) for each in (self.lora_A, self.lora_B))
+        experts, *sides = self.get_param().shape
+        wide, high = sides if not self._did_swap_in_out_features else reversed(sides)
+        if a[1] == wide and b[0] == high and a[0] == b[1] and not a[0] % experts:
+            return None
+        return (
+            f"the factors of {adapter!r} on {self.parameter_name} are {list(a)} and {list(b)}, "
+            f"which do not fit {experts} experts of {high} rows and {wide} columns"
+        )
 
     def _low_rank(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
         """(A [E, R, K], B [E, N, R]) of the weights [E, N, K]; several adapters side by side."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -147,3 +148,23 @@ def test_gradient_checkpointing(family, pair, device):
 
 def test_llama4_experts_say_that_they_take_factors():
     assert llama4.Llama4TextExperts.takes_low_rank
+
+
+@both_families
+def test_an_adapter_that_does_not_fit_is_left_to_peft(family, pair, device):
+    """Which fails, in its own words."""
+    errors = []
+    decorated._warn_uncompiled.cache_clear()
+    for model in pair:
+        for module in model.modules():
+            if isinstance(module, ParamWrapper) and module.parameter_name == "down_proj":
+                a = module.lora_A["default"]
+                rows, columns = a.weight.shape
+                a.weight = torch.nn.Parameter(torch.zeros(2 * rows, columns, device=device))
+        with warnings.catch_warnings(record=True) as said, pytest.raises(RuntimeError) as error:
+            warnings.simplefilter("always")
+            step(model, device)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+    said = [str(one.message) for one in said if "moe_patch" in str(one.message)]
+    assert len(said) == 1 and "'default' on down_proj" in said[0] and "do not fit" in said[0]
