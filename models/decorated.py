@@ -12,10 +12,8 @@ import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.activations import SiLUActivation
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8ExpertsInterface
 from transformers.integrations.moe import (
     ALL_EXPERTS_FUNCTIONS,
@@ -25,12 +23,15 @@ from transformers.integrations.moe import (
 
 from .. import kernels
 from ..experts import DTYPES, fused_experts
+from .gates import activation_of, is_silu
 
 NAME = "moe_patch"
 """Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
 
 UPDATES = "_low_rank_updates"
 """Attribute of experts, while they run under LoRA: {parameter: (A [E, R, K], B [E, N, R])}."""
+
+FUSED = "SiLU, GELU and ReLU, clamped or not,"
 
 ENABLED = os.environ.get("MOE_PATCH") != "0"
 """False under MOE_PATCH=0: every patched module runs HF's own forward."""
@@ -101,12 +102,13 @@ def why_not_weights(experts: nn.Module) -> str | None:
     return _why_not_weights(gate_up, down)
 
 
-def why_not_activation(act_fn: Any) -> str | None:
+def why_not_silu(act_fn: Any) -> str | None:
     """None when the activation is SiLU, else the reason in one sentence."""
-    if isinstance(act_fn, (SiLUActivation, nn.SiLU)) or act_fn is F.silu:
-        return None
-    name = getattr(act_fn, "__name__", type(act_fn).__name__)
-    return f"the activation is {name}: only SiLU can be fused"
+    return None if is_silu(act_fn) else f"the activation is {_name(act_fn)}: only SiLU can be fused"
+
+
+def _name(act_fn: Any) -> str:
+    return getattr(act_fn, "__name__", type(act_fn).__name__)
 
 
 def runs_fused(*tensors: Tensor) -> bool:
@@ -134,7 +136,13 @@ def experts_forward(
     if self.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     return fused_experts(
-        hidden_states, gate_up, down, top_k_index, top_k_weights, **low_rank_updates(self)
+        hidden_states,
+        gate_up,
+        down,
+        top_k_index,
+        top_k_weights,
+        activation=activation_of(self),
+        **low_rank_updates(self),
     )
 
 
@@ -196,9 +204,12 @@ def _why_not_form(experts: nn.Module) -> str | None:
         return "gate and up rows are interleaved: only all gate rows first can be fused"
     if vars(experts).get("has_post_expert_norm"):  # not in transformers 5.17
         return "each expert normalises its output: only experts without that can be fused"
-    if type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts):
-        return "the experts have a gate function of their own: only silu(gate) * up can be fused"
-    return why_not_activation(getattr(experts, "act_fn", None))
+    if activation_of(experts) is None:
+        act_fn = getattr(experts, "act_fn", None)
+        own = type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts)
+        what = "a gate function of their own" if own else f"the activation {_name(act_fn)}"
+        return f"the experts have {what}: {FUSED} can be fused"
+    return None
 
 
 def _why_not_weights(gate_up: Tensor, down: Tensor) -> str | None:

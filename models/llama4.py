@@ -19,7 +19,7 @@ from .decorated import (
     low_rank_updates,
     replaced_forward,
     runs_fused,
-    why_not_activation,
+    why_not_silu,
     why_not_weights,
 )
 
@@ -73,7 +73,7 @@ class Llama4TextExperts(hf.Llama4TextExperts):
                 "the experts' forward was replaced on the instance (by tensor parallelism or "
                 "another patch): patch before that"
             )
-        return why_not_weights(experts) or why_not_activation(experts.act_fn)
+        return why_not_weights(experts) or why_not_silu(experts.act_fn)
 
 
 class Llama4TextMoe(hf.Llama4TextMoe):

@@ -227,8 +227,9 @@ def _experts_truth(
         only = torch.zeros(len(token), 1, dtype=torch.long, device=token.device)
         with torch.set_grad_enabled(backward):
             rows = reference.fused_experts(
-                inputs[0], inputs[2], inputs[3], only, inputs[1], weight_on=family.weight_on
-            )
+                inputs[0], inputs[2], inputs[3], only, inputs[1],
+                weight_on=family.weight_on, activation=family.activation,
+            )  # fmt: skip
         truth["output"].index_add_(0, token, rows.detach())
         if not backward:
             continue

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import kernels
 from .accumulate import Leaf, leaf, target
+from .activation import Activation, parse
 from .grouped import DTYPES, expert_order, grouped_gemm, rows_contiguous, sort
 from .kernels import on_device, op, require
 from .order import ExpertOrder
@@ -33,6 +34,7 @@ def _by_sort(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     weight_on_input: bool,
+    activation: str,
     low: list[Tensor],
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -44,7 +46,7 @@ def _by_sort(
     updates = [_update(x, order, *low[:2]), _update(x, order, *low[2:])]
     act, pre = kernels.gate_up.gate_up(
         x, gate_up_proj, order, weights, weight_on_input=weight_on_input, save_pre=save,
-        low_rank=updates[0],
+        activation=activation, low_rank=updates[0],
     )  # fmt: skip
     rows = x.new_empty(act.shape[0], x.shape[1])
     kernels.grouped_gemm.grouped_gemm(act, down_proj, order, out=rows, low_rank=updates[1])
@@ -72,6 +74,7 @@ def _experts_inference(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     weight_on_input: bool,
+    activation: str,
     low: list[Tensor],
 ) -> Tensor:
     """out [T, H]; nothing is kept for a backward."""
@@ -79,14 +82,15 @@ def _experts_inference(
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
         if low or not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
-            return _by_sort(*tensors, weight_on_input, low, False)[0]
+            return _by_sort(*tensors, weight_on_input, activation, low, False)[0]
         return kernels.decode.decode(
             rows_contiguous(hidden_states), gate_up_proj, down_proj,
             top_k_index.contiguous(), top_k_weights.contiguous(), weight_on_input=weight_on_input,
+            activation=activation,
         )  # fmt: skip
 
 
-def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, _, on_input, low):
+def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, _, on_input, act, low):
 
     slots, (experts, inner, _) = top_k_index.numel(), gate_up_proj.shape
     numel = ExpertOrder.numel(
@@ -111,17 +115,18 @@ def _experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     weight_on_input: bool,
+    activation: str,
     low: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [T, H], pre-activation [S, 2I], order buffer, the low-rank updates' x A^T)."""
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
-        return _by_sort(*tensors, weight_on_input, low, True)
+        return _by_sort(*tensors, weight_on_input, activation, low, True)
 
 
 def _fake_backward(
     d_out, hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer, sides,
-    weight_on_input, low, need
+    weight_on_input, activation, low, need
 ):  # fmt: skip
     inputs = (hidden_states, gate_up_proj, down_proj, top_k_weights, *low)
     return [
@@ -141,6 +146,7 @@ def _experts_backward(
     buffer: Tensor,
     sides: list[Tensor],
     weight_on_input: bool,
+    activation: str,
     low: list[Tensor],
     need: list[bool],
 ) -> list[Tensor]:
@@ -148,7 +154,7 @@ def _experts_backward(
     needed."""
     return _gradients(
         d_out, hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer, sides,
-        weight_on_input, low, need, (None, None),
+        weight_on_input, activation, low, need, (None, None),
     )  # fmt: skip
 
 
@@ -162,6 +168,7 @@ def _gradients(
     buffer: Tensor,
     sides: list[Tensor],
     weight_on_input: bool,
+    activation: str,
     low: list[Tensor],
     need: list[bool],
     leaves: tuple[Leaf | None, Leaf | None],
@@ -188,7 +195,7 @@ def _gradients(
             d_out, down_proj, order, top_k_weights.contiguous(), pre,
             weight_on_input=weight_on_input, need_act=need_down or need_a2,
             need_pre=need_hidden or need_gate_up or need_a1 or need_b1,
-            need_scale=need_weights, low_rank=update,
+            need_scale=need_weights, activation=activation, low_rank=update,
         )  # fmt: skip
         if need_weights:
             out = top_k_weights.new_empty(top_k_weights.shape)
@@ -230,27 +237,28 @@ def _gradients(
 
 class _FusedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_states, gate_up_proj, down_proj, index, weights, weight_on_input, *low):
+    def forward(ctx, hidden_states, gate_up_proj, down_proj, index, weights, on_input, act, *low):
+        options = on_input, act
         out, pre, buffer, *sides = _experts_forward(
-            hidden_states, gate_up_proj, down_proj, index, weights, weight_on_input, list(low)
+            hidden_states, gate_up_proj, down_proj, index, weights, *options, list(low)
         )
         kept = (hidden_states, gate_up_proj, down_proj, weights, pre, buffer)
         ctx.save_for_backward(*kept, *(sides if low else ()), *low)
-        ctx.weight_on_input = weight_on_input
+        ctx.options = options
         ctx.leaves = leaf(gate_up_proj), leaf(down_proj)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
-        hidden, gate_up, down, _, weights, _, *factors = ctx.needs_input_grad
+        hidden, gate_up, down, _, weights, _, _, *factors = ctx.needs_input_grad
         need = [hidden, gate_up, down, weights, *factors]
         hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer, *rest = (
             ctx.saved_tensors  # once: checkpointing gives each tensor back once
         )
         tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer)
         sides, low = rest[:2], rest[2:]
-        arguments = (d_out, *tensors, sides, ctx.weight_on_input, low, need)
+        arguments = (d_out, *tensors, sides, *ctx.options, low, need)
         if torch.compiler.is_compiling():
             grads = _experts_backward(*arguments)
         else:
@@ -258,7 +266,7 @@ class _FusedExperts(torch.autograd.Function):
         d_hidden, d_gate_up, d_down, d_weights, *d_low = (
             grad if wanted else None for grad, wanted in zip(grads, need)
         )
-        return d_hidden, d_gate_up, d_down, None, d_weights, None, *d_low
+        return d_hidden, d_gate_up, d_down, None, d_weights, None, None, *d_low
 
 
 LowRank = tuple[Tensor, Tensor]
@@ -273,6 +281,7 @@ def fused_experts(
     top_k_weights: Tensor,
     *,
     weight_on: str = "output",
+    activation: Activation | str = "silu",
     gate_up_low_rank: LowRank | None = None,
     down_low_rank: LowRank | None = None,
 ) -> Tensor:
@@ -288,6 +297,8 @@ def fused_experts(
         top_k_weights: [T, K] floating point.
         weight_on: "output" multiplies each expert's output by its weight; "input" its input
             (Llama4), in float32 after the first product.
+        activation: a moe_patch.activation.Activation instead of silu(gate) * up, or its act:
+            "silu", "gelu", "gelu_tanh", "relu".
         gate_up_low_rank, down_low_rank: LoRA: (A [E, R, H], B [E, 2I, R]) and (A [E, R, I],
             B [E, H, R]), with its scaling in one of them; cast to the weights' dtype.
 
@@ -297,27 +308,29 @@ def fused_experts(
         inputs give the same bits.
 
     Raises:
-        ValueError: shapes or devices that do not fit together, an unknown weight_on.
+        ValueError: shapes or devices that do not fit together, an unknown weight_on or activation.
         TypeError: unsupported or mixed dtypes.
         RuntimeError: the kernels cannot run on this device.
     """
     _check(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, weight_on)
+    if not torch.compiler.is_compiling():
+        parse(str(activation))
     dtype = gate_up_proj.dtype
     if torch.is_autocast_enabled(hidden_states.device.type):
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
         gate_up_proj, down_proj = gate_up_proj.to(dtype), down_proj.to(dtype)
     x = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
     tensors = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    on_input = weight_on == "input"
+    options = weight_on == "input", activation if isinstance(activation, str) else str(activation)
     low = []
     if gate_up_low_rank or down_low_rank:
         none = x.new_empty(0), x.new_empty(0)
         pairs = (gate_up_low_rank or none, down_low_rank or none)
         low = [factor.to(dtype) for pair in pairs for factor in pair]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *low)):
-        out = _FusedExperts.apply(*tensors, on_input, *low)
+        out = _FusedExperts.apply(*tensors, *options, *low)
     else:
-        out = _experts_inference(*tensors, on_input, low)
+        out = _experts_inference(*tensors, *options, low)
     return out if out.dtype == hidden_states.dtype else out.to(hidden_states.dtype)
 
 

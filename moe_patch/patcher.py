@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .models import SWAPS, with_adapters
+from .models import SWAPS, gates, with_adapters
 from .models.decorated import (
     ExpertsConfig,
     dispatches,
@@ -93,6 +93,7 @@ def unpatch(model: nn.Module) -> None:
             module.config = module.config.original
         if type(module) in originals:
             _set_class(module, originals[type(module)])
+        vars(module).pop(gates.KNOWN, None)
     for module in model.modules():
         restore_default(module)
 

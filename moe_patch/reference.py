@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .activation import Activation, parse
 from .order import ExpertOrder, max_tiles
 
 
@@ -74,10 +75,21 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int) -> ExpertOr
     )
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU, silu(gate) * up, of [..., 2I] -> [..., I] (Shazeer 2020, arXiv:2002.05202)."""
+def glu(gate_up: Tensor, activation: Activation | str = "silu") -> Tensor:
+    """Gated activation of [..., 2I] -> [..., I] (Shazeer 2020, arXiv:2002.05202)."""
+    found = parse(str(activation))
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if found.limit is not None:
+        gate, up = gate.clamp(max=found.limit), up.clamp(-found.limit, found.limit)
+    if found.offset:
+        up = up + found.offset
+    if found.act == "silu":
+        gate = gate * (found.alpha * gate).sigmoid() if found.alpha != 1 else F.silu(gate)
+    elif found.act == "relu":
+        gate = F.relu(gate)
+    else:
+        gate = F.gelu(gate, approximate="tanh" if found.act == "gelu_tanh" else "none")
+    return gate * up
 
 
 def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
@@ -115,6 +127,7 @@ def fused_experts(
     top_k_weights: Tensor,
     *,
     weight_on: str = "output",
+    activation: Activation | str = "silu",
     gate_up_low_rank: tuple[Tensor, Tensor] | None = None,
     down_low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
@@ -131,7 +144,7 @@ def fused_experts(
         rows = x[token]
         if weight_on == "input":
             rows = (rows * weight).to(x.dtype)
-        rows = silu_mul(rows @ gate_up_proj[expert].T) @ down_proj[expert].T
+        rows = glu(rows @ gate_up_proj[expert].T, activation) @ down_proj[expert].T
         out = out.index_add(
             0, token, rows * weight if weight_on == "output" else rows.to(out.dtype)
         )

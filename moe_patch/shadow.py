@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import reference
 from .models.decorated import ExpertsConfig, is_decorated
+from .models.gates import activation_of
 from .patcher import unpatch
 
 _LEFT_BEHIND = {"forward", "_hf_hook", "_old_forward", "_output_capturing_hooks_installed"}
@@ -68,6 +69,7 @@ class Family:
     renormalize: bool = False
     weight_on: str = "output"
     shared_expert: bool = False
+    activation: str = "silu"
 
     def weights(self, logits: Tensor, index: Tensor) -> Tensor:
         """Routing weights [T, K] of the chosen experts, in the precision of the logits."""
@@ -86,7 +88,9 @@ def family_of(block: nn.Module) -> Family:
         return Family("router", 1, "sigmoid", weight_on="input", shared_expert=True)
     if "Qwen3MoeSparseMoeBlock" in names:
         return Family("gate", 0, "softmax", block.gate.norm_topk_prob)
-    return Family()
+    experts = find_experts(block)
+    known = activation_of(experts) if is_decorated(experts) else None
+    return Family(activation=known or "silu")
 
 
 def find_experts(block: nn.Module) -> nn.Module | None:

@@ -86,7 +86,9 @@ def record(launches):
     return run
 
 
-def moe_launches(tokens, hidden, inner, num_experts, top_k, dtype, llama4=False, rank=0):
+def moe_launches(
+    tokens, hidden, inner, num_experts, top_k, dtype, llama4=False, rank=0, act="silu"
+):
     """Every launch of one forward and backward, routing included."""
     launches = []
     original, JITFunction.run = JITFunction.run, record(launches)
@@ -107,10 +109,12 @@ def moe_launches(tokens, hidden, inner, num_experts, top_k, dtype, llama4=False,
                 sizes = ((rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank))
                 low = [torch.empty(num_experts, *size, dtype=dtype) for size in sizes]
                 need = [True, False, False, True] + [True] * 4
-            experts._experts_inference(x, w1, w2, index, weights, llama4, low)
-            kept = experts._experts_forward(x, w1, w2, index, weights, llama4, low)
+            experts._experts_inference(x, w1, w2, index, weights, llama4, act, low)
+            kept = experts._experts_forward(x, w1, w2, index, weights, llama4, act, low)
             _, pre, buffer, *sides = kept
-            experts._experts_backward(x, x, w1, w2, weights, pre, buffer, sides, llama4, low, need)
+            experts._experts_backward(
+                x, x, w1, w2, weights, pre, buffer, sides, llama4, act, low, need
+            )
     finally:
         JITFunction.run = original
     return launches

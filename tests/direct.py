@@ -121,9 +121,9 @@ def compare() -> None:
         factors = ((8, 128), (128, 8), (8, 64), (128, 8))
         for low in ([], [torch.zeros(2, *size).bfloat16() for size in factors]):
             on_input = transposed or bool(low)  # else torch would index by what no kernel wrote
-            experts._experts_inference(*tensors, on_input, low)
-            out, pre, buffer, *sides = experts._experts_forward(*tensors, on_input, low)
-            kept = pre, buffer, sides, on_input, low, [True] * (4 + len(low))
+            experts._experts_inference(*tensors, on_input, "silu", low)
+            out, pre, buffer, *sides = experts._experts_forward(*tensors, on_input, "silu", low)
+            kept = pre, buffer, sides, on_input, "silu", low, [True] * (4 + len(low))
             experts._experts_backward(out, x, gate_up, down, weights, *kept)
         logits = torch.randn(tokens, 2, requires_grad=True)
         routing.select_experts(logits, 1)[1].sum().backward()

@@ -90,7 +90,7 @@ def test_gather_then_scatter_makes_the_block(device):
     index, weights = arguments["top_k_index"], arguments["top_k_weights"]
     order = expert_order(index, 6, torch.float32)
     pre = grouped_gemm(arguments["hidden_states"], arguments["gate_up_proj"], order, gather=True)
-    rows = grouped_gemm(reference.silu_mul(pre), arguments["down_proj"], order, scatter=True)
+    rows = grouped_gemm(reference.glu(pre), arguments["down_proj"], order, scatter=True)
     out = (rows.view(20, 2, 32) * weights[..., None]).sum(1)
     assert_close(out, reference.fused_experts(**in_double(arguments)), torch.float32)
 

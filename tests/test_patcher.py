@@ -249,8 +249,8 @@ def too_many_choices(block):
             module.top_k = 9
 
 
-def gelu(block):
-    block.experts.act_fn = nn.GELU()
+def mish(block):
+    block.experts.act_fn = nn.Mish()
 
 
 def own_forward(block):
@@ -277,7 +277,7 @@ COMMON = {
     quantised: "torch.float8_e4m3fn",
     tensor_subclass: "Packeds: plain tensors",
     too_many_choices: "top_k is 9 and there are 8 experts: 1 to 8",
-    gelu: "activation is GELU: only SiLU",
+    mish: "Mish: ",
     own_forward: "replaced on the instance",
 }
 QWEN3 = {

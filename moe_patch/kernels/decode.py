@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activation import constants
 from .launch import Launch, cdiv, power_of_two
-from .tiles import INTERPRET, silu_mul
+from .tiles import INTERPRET, glu
 
 
 @triton.jit
@@ -30,7 +31,9 @@ def decode_gate_up_kernel(
     x, w, index, slot_weight, act,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
-    WEIGHT_ON_INPUT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1)
     expert = tl.load(index + slot).to(tl.int64)
@@ -47,7 +50,8 @@ def decode_gate_up_kernel(
             gate += _weights(at, n, k, I, H, BN, BK) * a
             up += _weights(at + I * STRIDE_N, n, k, I, H, BN, BK) * a
         scale = tl.load(slot_weight + slot).to(tl.float32) if WEIGHT_ON_INPUT else 1.0
-        value, _, _ = silu_mul(tl.sum(gate, axis=1) * scale, tl.sum(up, axis=1) * scale)
+        gate, up = tl.sum(gate, axis=1) * scale, tl.sum(up, axis=1) * scale
+        value, _, _ = glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
         tl.store(act + slot * I + n, value, mask=n < I)
 
 
@@ -102,13 +106,14 @@ def decode(
     top_k_weights: Tensor,
     *,
     weight_on_input: bool,
+    activation: str = "silu",
 ) -> Tensor:
     """fused_experts [T, H] -> [T, H] for the cases that `decodes` accepts; nothing is kept."""
     tokens, hidden = x.shape
     top_k = top_k_index.shape[1]
     inner = down_proj.shape[2]
     gate_up, down = _launches(
-        hidden, inner, down_proj.shape[0], top_k, weight_on_input,
+        hidden, inner, down_proj.shape[0], top_k, weight_on_input, activation,
         x.element_size(), x.stride(0), gate_up_proj.stride(), down_proj.stride(),
     )  # fmt: skip
     act = x.new_empty((tokens * top_k, inner), dtype=torch.float32)
@@ -127,6 +132,7 @@ def _launches(
     experts: int,
     top_k: int,
     weight_on_input: bool,
+    activation: str,
     itemsize: int,
     stride_x: int,
     *strides: tuple[int, int, int],
@@ -137,7 +143,8 @@ def _launches(
     block = _block(itemsize, hidden, strides[0], down=False)
     first = Launch(
         decode_gate_up_kernel,
-        STRIDE_X=stride_x, **gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input, **block,
+        STRIDE_X=stride_x, **gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
+        **constants(activation), **block,
     )  # fmt: skip
     block = _block(itemsize, inner, strides[1], down=True)
     second = Launch(

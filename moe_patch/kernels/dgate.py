@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activation import constants
 from ..order import ExpertOrder
 from .launch import cdiv
 from .tiles import (
@@ -22,13 +23,13 @@ from .tiles import (
     dot,
     dot_precision,
     find_tile,
+    glu,
     launches,
     load_rows,
     load_weight,
     low_rank_args,
     low_rank_in,
     low_rank_out,
-    silu_mul,
     weight_operand,
 )
 
@@ -42,25 +43,24 @@ def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
 def _epilogue(
     d_act, rows, mask, scale, n, pre, d_pre, act,
     I: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, NEED_ACT: tl.constexpr, NEED_PRE: tl.constexpr,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     mask = mask[:, None] & (n[None, :] < I)
     at = rows.to(tl.int64)[:, None] * (2 * I) + n[None, :]
     gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(pre + at + I, mask=mask, other=0.0).to(tl.float32)
     if WEIGHT_ON_INPUT:
-        value, silu, sigmoid = silu_mul(gate * scale, up * scale)
-        d_gate = d_act * (up * scale) * sigmoid * (1.0 + gate * scale * (1.0 - sigmoid))
-        d_up = d_act * silu
+        value, by_gate, by_up = glu(gate * scale, up * scale, ACT, LIMIT, ALPHA, OFFSET)
+        d_gate, d_up = d_act * by_gate, d_act * by_up
         d_scale = tl.sum(tl.where(mask, d_gate * gate + d_up * up, 0.0), axis=1)
         d_gate *= scale
         d_up *= scale
     else:
-        value, silu, sigmoid = silu_mul(gate, up)
+        value, by_gate, by_up = glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
         d_scale = tl.sum(tl.where(mask, d_act * value, 0.0), axis=1)
         d_act *= scale
         value *= scale
-        d_gate = d_act * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        d_up = d_act * silu
+        d_gate, d_up = d_act * by_gate, d_act * by_up
     if NEED_PRE:
         tl.store(d_pre + at, d_gate.to(d_pre.dtype.element_ty), mask=mask)
         tl.store(d_pre + at + I, d_up.to(d_pre.dtype.element_ty), mask=mask)
@@ -77,6 +77,7 @@ def dgate_kernel(
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
     NEED_PRE: tl.constexpr, NEED_ACT: tl.constexpr, NEED_SCALE: tl.constexpr, PARTS: tl.constexpr,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
     TMA: tl.constexpr, K_MAJOR: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
@@ -115,12 +116,12 @@ def dgate_kernel(
         first, second = _halves(left, BM, BN // 2)
         third, fourth = _halves(right, BM, BN // 2)
         n = n0 + tl.arange(0, QUARTER)
-        total = _epilogue(first, rows, mask, scale, n, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE)  # fmt: skip # noqa: E501
-        total += _epilogue(second, rows, mask, scale, n + QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE)  # fmt: skip # noqa: E501
-        total += _epilogue(third, rows, mask, scale, n + 2 * QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE)  # fmt: skip # noqa: E501
-        total += _epilogue(fourth, rows, mask, scale, n + 3 * QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE)  # fmt: skip # noqa: E501
+        total = _epilogue(first, rows, mask, scale, n, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
+        total += _epilogue(second, rows, mask, scale, n + QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
+        total += _epilogue(third, rows, mask, scale, n + 2 * QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
+        total += _epilogue(fourth, rows, mask, scale, n + 3 * QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
     else:
-        total = _epilogue(acc, rows, mask, scale, n0 + tl.arange(0, BN), pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE)  # fmt: skip # noqa: E501
+        total = _epilogue(acc, rows, mask, scale, n0 + tl.arange(0, BN), pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
     if NEED_SCALE:
         tl.store(d_scale + rows.to(tl.int64) * NUM_N + column, total, mask=mask)
 
@@ -139,6 +140,7 @@ def dgate(
     need_pre: bool,
     need_act: bool,
     need_scale: bool,
+    activation: str = "silu",
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(d_pre [S, 2I], act [S, I], d_scale partials [S, column tiles] float32) in expert order.
@@ -165,7 +167,7 @@ def dgate(
         STRIDE_X=d_out.stride(0), H=hidden, I=inner, TOP_K=slots // d_out.shape[0],
         WEIGHT_ON_INPUT=weight_on_input,
         NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale,
-        PARTS=4 if tile.bn >= 64 else 1, TMA=tma, K_MAJOR=k_major,
+        PARTS=4 if tile.bn >= 64 else 1, TMA=tma, K_MAJOR=k_major, **constants(activation),
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * columns,),

@@ -1,4 +1,4 @@
-"""Gathered gate_up projection with SwiGLU in its epilogue: act = silu(x W_gate^T) * (x W_up^T)."""
+"""Gathered gate_up projection, gated in its epilogue: act = silu(x W_gate^T) * (x W_up^T)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activation import constants
 from ..order import ExpertOrder
 from .launch import cdiv
 from .tiles import (
@@ -14,13 +15,13 @@ from .tiles import (
     dot,
     dot_precision,
     find_tile,
+    glu,
     launches,
     load_rows,
     load_weight,
     low_rank_args,
     low_rank_in,
     low_rank_out,
-    silu_mul,
     use_tma,
     weight_operand,
 )
@@ -33,6 +34,7 @@ def gate_up_kernel(
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, SAVE_PRE: tl.constexpr,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
     TMA: tl.constexpr, K_MAJOR: tl.constexpr, ONE_DOT: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
@@ -92,7 +94,7 @@ def gate_up_kernel(
         scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
         gate *= scale
         up *= scale
-    value, _, _ = silu_mul(gate, up)
+    value, _, _ = glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
     tl.store(act + at * I + n, value.to(act.dtype.element_ty), mask=mask)
 
 
@@ -107,6 +109,7 @@ def gate_up(
     *,
     weight_on_input: bool,
     save_pre: bool,
+    activation: str = "silu",
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(act [S, I], pre [S, 2I] or empty) of x [T, H] and weight [E, 2I, H], rows in expert order.
@@ -129,7 +132,7 @@ def gate_up(
         tile, x.dtype, dot_precision(x.dtype), weight.stride(), low_rank.rank if low_rank else 0,
         STRIDE_X=x.stride(0), H=hidden, I=inner, TOP_K=slots // x.shape[0],
         WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre,
-        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot,
+        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, **constants(activation),
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * cdiv(inner, tile.bn),),

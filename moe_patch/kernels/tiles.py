@@ -357,8 +357,39 @@ def low_rank_out(
 
 
 @triton.jit
-def silu_mul(gate, up):
-    """SwiGLU and its parts in float32: (silu(gate) * up, silu(gate), sigmoid(gate))."""
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    silu = gate * sigmoid
-    return silu * up, silu, sigmoid
+def glu(
+    gate, up,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """In float32: (act(gate) * (up + OFFSET), its derivatives by gate and by up); see Activation.
+
+    NaN stays NaN, as torch.clamp leaves it.
+    """
+    if LIMIT > 0:
+        gate_over, up_over = gate > LIMIT, tl.abs(up) > LIMIT
+        gate = tl.where(gate_over, LIMIT, gate)
+        up = tl.where(up_over, tl.where(up > 0, LIMIT, -LIMIT), up)
+    if OFFSET != 0:
+        up += OFFSET
+    if ACT == "silu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
+        value = gate * sigmoid
+        slope = sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid))
+    elif ACT == "gelu":
+        share = 0.5 * (1.0 + tl.erf(0.7071067811865476 * gate))
+        value = gate * share
+        slope = share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    elif ACT == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+        cube = 0.044715 * gate * gate
+        share = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * gate * (1.0 + cube)))
+        value = gate * share
+        slope = share + value * (1.0 - share) * 1.5957691216057308 * (1.0 + 3.0 * cube)
+    else:
+        tl.static_assert(ACT == "relu")
+        value = tl.where(gate < 0, 0.0, gate)
+        slope = tl.where(gate > 0, 1.0, 0.0)
+    by_gate, by_up = slope * up, value
+    if LIMIT > 0:
+        by_gate = tl.where(gate_over, 0.0, by_gate)
+        by_up = tl.where(up_over, 0.0, by_up)
+    return value * up, by_gate, by_up

@@ -1,0 +1,95 @@
+"""Every fused activation against its float64 twin and torch's own derivative."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from ops import DTYPES, assert_close, gradients, in_double, moe, sample
+
+from moe_patch import reference
+from moe_patch.activation import ACTS, Activation, constants, parse
+from moe_patch.experts import fused_experts
+
+OAI = Activation("silu", limit=0.7, alpha=1.702, offset=1.0)
+KINDS = {act: Activation(act) for act in ACTS} | {
+    "clamped": Activation("silu", limit=0.4),
+    "oai": OAI,
+    "clamped gelu": Activation("gelu_tanh", limit=0.5, offset=0.5),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, tokens, weight_on",
+    sample([*itertools.product(KINDS, DTYPES, (1, 40), ("output", "input"))], 36),
+)  # fmt: skip
+def test_output_and_every_gradient(device, kind, dtype, tokens, weight_on):
+    arguments = moe(device, dtype, tokens, 64, 48, 4, 2)
+    exact = in_double(arguments)
+    options = {"weight_on": weight_on, "activation": KINDS[kind]}
+    out = fused_experts(**arguments, **options)
+    truth = reference.fused_experts(**exact, **options)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    ours = (out, *gradients(out, d_out, *arguments.values()))
+    true = (truth, *gradients(truth, d_out.double(), *exact.values()))
+    with torch.no_grad():
+        assert_close(fused_experts(**arguments, **options), truth, dtype)
+    if kind in ACTS:  # a clamp's edge falls differently after rounding
+        for mine, other in zip(ours, true):
+            assert_close(mine, other, dtype)
+    elif dtype == torch.float32:
+        for mine, other in zip(ours, true):
+            assert (mine.double() - other).norm() <= 1e-5 * other.norm()
+
+
+def test_the_name_alone_is_the_activation(device):
+    arguments = moe(device, torch.float32, 5, 32, 16, 4, 2, grad=False)
+    for act in ACTS:
+        expected = fused_experts(**arguments, activation=Activation(act))
+        assert torch.equal(fused_experts(**arguments, activation=act), expected)
+    assert not torch.equal(fused_experts(**arguments), expected)
+
+
+def test_what_stands_in_an_operator_comes_back():
+    for one in (*KINDS.values(), Activation("silu", 7.0, 1.702, 1.0)):
+        assert parse(str(one)) == one
+        assert list(constants(str(one))) == ["ACT", "LIMIT", "ALPHA", "OFFSET"]
+
+
+def test_nan_and_inf_pass_a_clamp_as_torch_s_do(device):
+    arguments = moe(device, torch.float32, 6, 32, 16, 4, 2, grad=False)
+    arguments["hidden_states"][1, 0] = torch.nan
+    arguments["hidden_states"][2] = 3e38
+    ours = fused_experts(**arguments, activation=OAI)
+    twin = reference.fused_experts(**arguments, activation=OAI)
+    assert torch.equal(ours.isnan(), twin.isnan()) and ours[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda: Activation("swish"), "use one of 'silu', 'gelu', 'gelu_tanh', 'relu'"),
+        (lambda: Activation("relu", alpha=2.0), "takes none"),
+        (lambda: Activation(limit=0.0), "must be above 0"),
+        (lambda: Activation(limit=-1.0), "must be above 0"),
+    ],
+)
+def test_refusals(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_an_unknown_name_is_refused(device):
+    with pytest.raises(ValueError, match="act is 'tanh'"):
+        fused_experts(**moe(device, torch.float32, 2, 16, 16, 2, 1), activation="tanh")
+
+
+def test_compiles(device):
+    arguments = moe(device, torch.float32, 6, 32, 16, 4, 2)
+
+    def call(x):
+        return fused_experts(**arguments | {"hidden_states": x}, activation=OAI)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(arguments["hidden_states"]), call(arguments["hidden_states"]))

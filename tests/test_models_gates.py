@@ -1,0 +1,145 @@
+"""Every decorated experts class of the installed transformers: fused, or said why not."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_models_decorated import decorated_classes
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import moe_patch
+from moe_patch.models.decorated import why_not_fused
+from moe_patch.models.gates import KNOWN, activation_of
+
+# every name under which some family keeps one of these
+NUMBERS = {
+    8: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    64: ("hidden_size", "moe_hidden_size"),
+    32: ("intermediate_size", "moe_intermediate_size"),
+    2: ("num_experts_per_tok",),
+    0.5: ("swiglu_limit", "mlp_gate_softcap"),
+    1.702: ("swiglu_alpha",),
+}
+CONFIG = {name: number for number, names in NUMBERS.items() for name in names} | {
+    "hidden_act": "silu",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "mlp_hidden_act": "relu2",
+    "moe_latent_size": None,
+    "_experts_implementation": "grouped_mm",
+}
+UNFUSED = {
+    "BeamExperts": "a gate function of their own",
+    "GptOssExperts": "biases",
+    "Inkling2Experts": "",
+    "MuseSparkExperts": "",
+    "NemotronHExperts": "only gated",
+    "OpenAIPrivacyFilterExperts": "biases",
+}
+CLASSES = decorated_classes()
+OTHERS = {  # families whose gate is not silu(gate) * up: the fused activation that it is
+    "DeepseekV4Experts": "silu 0.5 1.0 0.0",
+    "DiffusionGemmaTextExperts": "gelu_tanh None 1.0 0.0",
+    "Gemma4TextExperts": "gelu_tanh None 1.0 0.0",
+    "Glm5NextTextExperts": "silu 0.5 1.0 0.0",
+    "HYV4Experts": "silu 0.5 1.0 0.0",
+    "MiniMaxM3VLExperts": "silu 0.5 1.702 1.0",
+}
+
+
+def build(module, name, **more):
+    experts = getattr(importlib.import_module(module), name)(SimpleNamespace(**CONFIG | more))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return experts
+
+
+@pytest.mark.parametrize("module, name", CLASSES, ids=[name for _, name in CLASSES])
+def test_every_class_is_fused_or_says_why(module, name):
+    experts = build(module, name)
+    reason = why_not_fused(experts)
+    if name in UNFUSED:
+        assert reason and UNFUSED[name] in reason
+    else:
+        assert reason is None and activation_of(experts) == OTHERS.get(name, "silu")
+
+
+def results(experts, hidden, index, weights):
+    leaves = [hidden, weights, *experts.parameters()]
+    out = experts(hidden, index, weights)
+    return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+
+
+@pytest.mark.parametrize("module, name", [c for c in CLASSES if c[1] in OTHERS], ids=str)
+def test_other_gates_give_hugging_face_s_results(module, name, device):
+    experts = build(module, name).to(device)
+    hidden = torch.randn(12, 64, device=device, requires_grad=True)
+    weights, index = torch.rand(12, 8, device=device).topk(2)
+    weights.requires_grad_()
+    expected = results(experts, hidden, index, weights)
+    report = moe_patch.patch(experts)
+    assert report.fused and not report.skipped
+    for ours, theirs in zip(results(experts, hidden, index, weights), expected):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * float(theirs.abs().max()))
+    assert moe_patch.check_parity(experts, tokens=70).passed
+    moe_patch.unpatch(experts)
+    assert KNOWN not in vars(experts)
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "quick_gelu"])
+def test_every_activation_that_a_config_may_name(act, device):
+    experts = Qwen3MoeExperts(SimpleNamespace(**CONFIG | {"hidden_act": act})).to(device)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    hidden = torch.randn(6, 64, device=device)
+    weights, index = torch.rand(6, 8, device=device).topk(2)
+    expected = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, index, weights)
+    assert moe_patch.patch(experts).fused
+    torch.testing.assert_close(experts(hidden, index, weights), expected, rtol=2e-5, atol=2e-4)
+
+
+def test_the_gate_is_asked_again_when_it_changes():
+    experts = Qwen3MoeExperts(SimpleNamespace(**CONFIG | {"hidden_act": "gelu"}))
+    assert activation_of(experts).startswith("gelu ")
+    experts.act_fn = ACT2FN["relu"]
+    assert activation_of(experts).startswith("relu")
+    assert activation_of(copy.deepcopy(experts)) == activation_of(experts)
+    experts.act_fn = ACT2FN["silu"]
+    assert activation_of(experts) == "silu"
+
+
+class Learned(nn.Module):
+    """An activation with weights of its own, in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return torch.relu(x) * self.slope
+
+
+@pytest.mark.parametrize("act_fn", [Learned(), lambda x: x.nope(), lambda x: None])
+def test_what_is_no_known_function_is_left_to_hugging_face(act_fn):
+    experts = Qwen3MoeExperts(SimpleNamespace(**CONFIG))
+    del experts.act_fn
+    experts.act_fn = act_fn
+    assert activation_of(experts) is None and "can be fused" in why_not_fused(experts)
+
+
+def test_compiles_without_graph_breaks(device):
+    experts = Qwen3MoeExperts(SimpleNamespace(**CONFIG | {"hidden_act": "gelu"})).to(device)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    moe_patch.patch(experts)
+    hidden = torch.randn(6, 64, device=device)
+    weights, index = torch.rand(6, 8, device=device).topk(2)
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, index, weights), experts(hidden, index, weights))
