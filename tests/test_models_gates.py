@@ -143,3 +143,9 @@ def test_compiles_without_graph_breaks(device):
     torch._dynamo.reset()
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(hidden, index, weights), experts(hidden, index, weights))
+
+
+@pytest.mark.parametrize("limit", [0.03, 7.0, 1e4])
+def test_a_limit_is_seen_however_far(limit):
+    module, name = next(c for c in CLASSES if c[1] == "DeepseekV4Experts")
+    assert activation_of(build(module, name, swiglu_limit=limit)) == f"silu {limit} 1.0 0.0"
