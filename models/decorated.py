@@ -80,7 +80,7 @@ def why_not_fused(experts: nn.Module) -> str | None:
     # Tensor and expert parallelism replace forward by a closure that still calls the dispatch.
     if replaced_forward(experts) and not getattr(experts, "_is_hooked", False):
         return "the experts' forward was replaced on the instance: patch before that"
-    return why_not_weights(experts) or _why_not_form(experts)
+    return why_not_weights(experts) or why_not_form(experts)
 
 
 def replaced_forward(module: nn.Module) -> bool:
@@ -125,7 +125,7 @@ def experts_forward(
     """
     if not ENABLED:
         return _hf_forward(self, hidden_states, top_k_index, top_k_weights)
-    reason = _why_not_form(self)
+    reason = why_not_form(self)
     if reason is None:
         gate_up, down = self.gate_up_proj, self.down_proj  # PEFT computes them: read them once
         reason = _why_not_weights(gate_up, down)
@@ -151,7 +151,7 @@ def takes_low_rank(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) 
     if len(routing) != 2 or "parametrizations" in experts._modules:
         return False
     if is_decorated(experts):
-        if experts.config._experts_implementation != NAME or _why_not_form(experts):
+        if experts.config._experts_implementation != NAME or why_not_form(experts):
             return False
     elif not getattr(experts, "takes_low_rank", False):
         return False
@@ -195,7 +195,8 @@ def _fp8_experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return ALL_FP8_EXPERTS_FUNCTIONS["grouped_mm"](self, *args, **kwargs)
 
 
-def _why_not_form(experts: nn.Module) -> str | None:
+def why_not_form(experts: nn.Module) -> str | None:
+    """None when the kernels compute what the class does, whatever its weights, else the reason."""
     if not experts.has_gate:
         return "the experts have no gate: only SwiGLU can be fused"
     if experts.has_bias:

@@ -27,7 +27,7 @@ from rich.progress import (
 from rich.table import Table
 from torch import nn
 
-from . import bench_cli, kernels, parity, shapes, tune
+from . import bench_cli, kernels, parity, shapes, support, tune
 from .bench_cli import DTYPES
 from .kernels import table as kernels_table
 from .models import SWAPS
@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m moe_patch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    command = commands.add_parser("env", help="versions, GPUs and what runs here; to paste")
+    command = commands.add_parser(
+        "env", help="versions, GPUs, what runs here, which families are fused"
+    )
     command.set_defaults(run=_env)
 
     command = commands.add_parser(
@@ -160,6 +162,7 @@ def _env(_: argparse.Namespace) -> int:
     lines["fused classes"] = ", ".join(cls.__name__ for cls in SWAPS)
     width = max(map(len, lines))
     print("\n".join(f"{name:{width}}  {text}" for name, text in lines.items()))
+    print(f"\n{support.table()}")
     return 0
 
 

@@ -54,10 +54,11 @@ ARROWS |= {
     "bench_cli": BENEATH | {"bench", "bench_lora", "bench_model", "parity"},
     "bench_lora": BENEATH | {"bench", "parity", "shadow"},
     "bench_model": BENEATH | {"bench"},
+    "support": BENEATH | {"activation"},
     "tune": BENEATH | {"bench", "kernels.*", "order"},
     "__init__": BENEATH | {"parity", "pretrained"},
     "__main__": BENEATH
-    | {"bench", "bench_cli", "compare", "parity", "pretrained", "tune", "kernels.*"},
+    | {"bench", "bench_cli", "compare", "parity", "pretrained", "support", "tune", "kernels.*"},
 }
 # Not in this table: any declared dependency (test_packaging).
 THIRD_PARTY = {

@@ -1,0 +1,83 @@
+"""The table of families is read off the installed transformers, and nothing in it is silent."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from test_models_decorated import decorated_classes
+from torch import nn
+
+from moe_patch import support
+from moe_patch.support import families
+
+UNSWITCHED = {  # with experts that transformers itself cannot switch
+    "dbrx", "doge", "jetmoe", "longcat_flash", "nllb_moe", "step3p7", "switch_transformers",
+}  # fmt: skip
+UNFUSED = {  # switched, but not of a form that the kernels compute: what is new says so here
+    "gpt_oss": "biases",
+    "inkling2": "a gate function of their own",
+    "muse_spark": "normalises",
+    "nemotron_h": "no gate",
+    "openai_privacy_filter": "biases",
+}
+
+
+def test_every_family_is_there_once_and_says_what_becomes_of_it():
+    found = families()
+    assert {one.experts for one in found} >= {name for _, name in decorated_classes()}
+    assert len({(one.family, one.experts) for one in found}) == len(found)
+    for one in found:
+        assert one.experts and one.router in ("fused", "HF")
+        assert bool(one.gate) == one.fused == (one.reason is None)
+
+
+def test_what_is_not_fused_is_known():
+    reasons = {one.family: one.reason for one in families() if not one.fused}
+    for family, reason in reasons.items():
+        expected = UNFUSED.get(family, "transformers has no switch")
+        assert expected in reason, f"{family}: {reason}"
+    new = reasons.keys() - UNFUSED.keys() - UNSWITCHED
+    assert new <= {"aria"}, f"{new} of this transformers are new: fuse them or list them here"
+
+
+@pytest.mark.parametrize(
+    "family, gate, router",
+    [
+        ("qwen3_moe", "silu(gate) * up", "fused"),
+        ("llama4", "silu(gate) * up", "fused"),
+        ("mixtral", "silu(gate) * up", "HF"),
+        ("gemma4", "gelu_tanh(gate) * up", "HF"),
+        ("ernie4_5_vl_moe", "silu(gate) * up", "HF"),
+        ("deepseek_v4", "silu(gate) * up, clamped at 10", "HF"),
+        ("minimax_m3_vl", "gate * sigmoid(1.702 gate) * (up + 1), clamped at 7", "HF"),
+    ],
+)
+def test_gates_and_routers(family, gate, router):
+    (one,) = (one for one in families() if one.family == family)
+    assert (one.gate, one.router) == (gate, router)
+
+
+def test_a_family_of_unknown_form_is_a_line_not_a_crash():
+    class Experts(nn.Module):
+        def __init__(self, config):
+            raise RuntimeError("needs a network")
+
+    module = ModuleType("new_family")
+    Experts.__module__ = "new_family"
+    module.Experts = Experts
+    (line,) = support._of(module, "new_family")
+    assert line.experts == "Experts" and "no switch" in line.reason
+    assert support._build(Experts, module) is None
+
+
+def test_table_and_command(capsys):
+    from moe_patch.__main__ import main
+
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert support.table() in out and "torch" in out
+    lines = support.table().splitlines()
+    assert len(lines) == len(families()) + 2 and all(len(line) < 160 for line in lines)
+    assert torch.get_default_device().type == "cpu"
