@@ -24,14 +24,13 @@ from transformers.integrations.moe import (
 from .. import kernels
 from ..experts import DTYPES, fused_experts
 from .gates import activation_of, is_silu
+from .parts import by_parts, up_name
 
 NAME = "moe_patch"
 """Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
 
 UPDATES = "_low_rank_updates"
 """Attribute of experts, while they run under LoRA: {parameter: (A [E, R, K], B [E, N, R])}."""
-
-FUSED = "SiLU, GELU and ReLU, clamped or not,"
 
 ENABLED = os.environ.get("MOE_PATCH") != "0"
 """False under MOE_PATCH=0: every patched module runs HF's own forward."""
@@ -92,9 +91,10 @@ def replaced_forward(module: nn.Module) -> bool:
 
 def why_not_weights(experts: nn.Module) -> str | None:
     """None when the kernels can read the experts' weights, else the reason in one sentence."""
-    gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    name = up_name(experts)
+    gate_up, down = getattr(experts, name, None), getattr(experts, "down_proj", None)
     if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
-        return "there are no gate_up_proj and down_proj tensors: only gated experts can be fused"
+        return f"there are no {name} and down_proj tensors: only stacked weights can be fused"
     if gate_up.is_meta and not hasattr(experts, "_hf_hook"):  # accelerate brings them when called
         return "the weights are on the meta device: patch after they are loaded"
     if _is_dtensor(gate_up):  # local tensors by the time they are used, or HF's forward runs
@@ -127,23 +127,18 @@ def experts_forward(
         return _hf_forward(self, hidden_states, top_k_index, top_k_weights)
     reason = why_not_form(self)
     if reason is None:
-        gate_up, down = self.gate_up_proj, self.down_proj  # PEFT computes them: read them once
-        reason = _why_not_weights(gate_up, down)
+        up, down = getattr(self, up_name(self)), self.down_proj  # PEFT computes them: read once
+        reason = _why_not_weights(up, down)
     if reason is not None:
         reason = f"{type(self).__name__} is not fused, {reason}"
     if _warn(reason or _why_not_run(hidden_states, top_k_weights)):
         return _hf_forward(self, hidden_states, top_k_index, top_k_weights)
     if self.is_transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    return fused_experts(
-        hidden_states,
-        gate_up,
-        down,
-        top_k_index,
-        top_k_weights,
-        activation=activation_of(self),
-        **low_rank_updates(self),
-    )
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    tensors = (hidden_states, up, down, top_k_index, top_k_weights)
+    if why_by_parts(self):
+        return by_parts(self, *tensors)
+    return fused_experts(*tensors, activation=activation_of(self), **low_rank_updates(self))
 
 
 def takes_low_rank(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) -> bool:
@@ -151,7 +146,9 @@ def takes_low_rank(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) 
     if len(routing) != 2 or "parametrizations" in experts._modules:
         return False
     if is_decorated(experts):
-        if experts.config._experts_implementation != NAME or why_not_form(experts):
+        if experts.config._experts_implementation != NAME:
+            return False
+        if why_not_form(experts) or why_by_parts(experts):
             return False
     elif not getattr(experts, "takes_low_rank", False):
         return False
@@ -196,20 +193,26 @@ def _fp8_experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def why_not_form(experts: nn.Module) -> str | None:
-    """None when the kernels compute what the class does, whatever its weights, else the reason."""
-    if not experts.has_gate:
-        return "the experts have no gate: only SwiGLU can be fused"
-    if experts.has_bias:
-        return "the experts have biases: only experts without can be fused"
-    if not experts.is_concatenated:
-        return "gate and up rows are interleaved: only all gate rows first can be fused"
-    if vars(experts).get("has_post_expert_norm"):  # not in transformers 5.17
+    """None when the kernels can do the class's products, whatever its weights, else the reason."""
+    if getattr(experts, "has_post_expert_norm", False):
         return "each expert normalises its output: only experts without that can be fused"
+    own = type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts)
+    if not (own and experts.has_gate) and getattr(experts, "act_fn", None) is None:
+        return "the experts have no act_fn, which their gate is to call"
+    return None
+
+
+def why_by_parts(experts: nn.Module) -> str | None:
+    """None when `fused_experts` computes all that the class does, else why `by_parts` does."""
+    if not experts.has_gate:
+        return "no gate"
+    if experts.has_bias:
+        return "biases"
+    if not experts.is_concatenated:
+        return "gate and up rows interleaved"
     if activation_of(experts) is None:
-        act_fn = getattr(experts, "act_fn", None)
         own = type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts)
-        what = "a gate function of their own" if own else f"the activation {_name(act_fn)}"
-        return f"the experts have {what}: {FUSED} can be fused"
+        return "a gate of its own" if own else f"the activation {_name(experts.act_fn)}"
     return None
 
 

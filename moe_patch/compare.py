@@ -17,8 +17,18 @@ from torch.overrides import TorchFunctionMode
 from . import law, reference
 from .law import Errors, Row
 from .models.decorated import is_decorated
+from .models.parts import gate
 from .patcher import patch
-from .shadow import Family, family_of, find_experts, hugging_face, implementations, logical, shadow
+from .shadow import (
+    Family,
+    family_of,
+    find_experts,
+    hugging_face,
+    implementations,
+    logical,
+    projections,
+    shadow,
+)
 
 
 class _Force(TorchFunctionMode):
@@ -84,10 +94,8 @@ def _run(block: nn.Module, family: Family, given: _Inputs, backward: bool) -> Ru
             out = (out[0] if isinstance(out, tuple) else out).reshape(x.shape)
         leaves = {
             "d_hidden_states": x,
-            "d_gate_up_proj": experts.gate_up_proj,
-            "d_down_proj": experts.down_proj,
             "d_top_k_weights": seen["weights"],
-        }
+        } | {f"d_{name}": getattr(experts, name) for name in projections(experts)}
         if family.router:
             leaves["d_router"] = router.weight
         result = {k: v.detach() for k, v in seen.items()} | {"output": out.detach()}
@@ -135,7 +143,11 @@ _ORDER = (
     "output_no_grad",
     "d_hidden_states",
     "d_gate_up_proj",
+    "d_up_proj",
     "d_down_proj",
+    "d_gate_up_proj_bias",
+    "d_up_proj_bias",
+    "d_down_proj_bias",
     "d_router",
     "d_top_k_weights",
 )
@@ -204,10 +216,13 @@ def _experts_truth(
     backward = "d_hidden_states" in ours
     x, weights, index, d_out = given
     experts = find_experts(block)
-    gate_up, down = logical(block, experts.gate_up_proj.detach(), experts.down_proj.detach())
-    names = ("d_gate_up_proj", "d_down_proj") if backward else ()
-    grads = zip(*(logical(block, *(run[name] for name in names)) for run in (ours, *hf) if names))
-    grads = dict(zip(names, grads))
+    parameters = [getattr(experts, name).detach() for name in projections(experts)]
+    parameters[:2] = logical(block, *parameters[:2])
+    names = [f"d_{name}" for name in projections(experts)] if backward else []
+    grads = {name: [run[name] for run in (ours, *hf)] for name in names}
+    if backward:
+        both = zip(*(logical(block, *pair) for pair in zip(*map(grads.get, names[:2]))))
+        grads |= zip(names, both)
     parts: dict[str, list[Errors]] = {name: [] for name in names}
     truth = {"output": torch.zeros_like(d_out)}
     if backward:
@@ -215,21 +230,17 @@ def _experts_truth(
             "d_hidden_states": torch.zeros_like(d_out),
             "d_top_k_weights": torch.zeros_like(weights),
         }
-    for e in range(len(gate_up)):
+    for e in range(len(parameters[0])):
         token, choice = torch.where(index == e)
         measured.counts.append(len(token))
         if not len(token):
             for name in names:
                 parts[name].append(law.measure_unused(grads[name][0][e], e))
             continue
-        inputs = (x[token], weights[token, choice, None], gate_up[e : e + 1], down[e : e + 1])
+        inputs = (x[token], weights[token, choice, None], *(z[e : e + 1] for z in parameters))
         inputs = [z.detach().double().requires_grad_(backward) for z in inputs]
-        only = torch.zeros(len(token), 1, dtype=torch.long, device=token.device)
         with torch.set_grad_enabled(backward):
-            rows = reference.fused_experts(
-                inputs[0], inputs[2], inputs[3], only, inputs[1],
-                weight_on=family.weight_on, activation=family.activation,
-            )  # fmt: skip
+            rows = _expert(experts, family, *inputs)
         truth["output"].index_add_(0, token, rows.detach())
         if not backward:
             continue
@@ -241,6 +252,24 @@ def _experts_truth(
             parts[name].append(law.measure(our, their, exact[0], at=(e,)))
     measured.tensors |= parts
     return truth
+
+
+def _expert(
+    experts: nn.Module,
+    family: Family,
+    x: Tensor,
+    weight: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *biases: Tensor,
+) -> Tensor:
+    """[R, H] of one expert, given with its leading 1, for x [R, H] and weight [R, 1]."""
+    if not family.by_parts:
+        only = torch.zeros(len(x), 1, dtype=torch.long, device=x.device)
+        options = {"weight_on": family.weight_on, "activation": family.activation}
+        return reference.fused_experts(x, up, down, only, weight, **options)
+    up_bias, down_bias = biases or (0, 0)
+    return (gate(experts, x @ up[0].mT + up_bias) @ down[0].mT + down_bias) * weight
 
 
 def _rms(x: Tensor) -> float:
@@ -323,9 +352,9 @@ class Comparison:
         self.family, experts = family_of(self.ours), find_experts(self.ours)
         if self.family.router is None and not is_decorated(experts):
             raise ValueError("it is wrapped by PEFT: check the model before that")
-        gate_up, _ = logical(self.ours, experts.gate_up_proj, experts.down_proj)
+        gate_up, down = logical(self.ours, *(getattr(experts, n) for n in projections(experts)[:2]))
         self.dtype, self.device = gate_up.dtype, gate_up.device
-        self.num_experts, self.intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
+        self.num_experts, self.intermediate_size = gate_up.shape[0], down.shape[2]
         self.hidden_size = gate_up.shape[2]
         self.baselines = {way: hugging_face(self.ours, way) for way in implementations(self.ours)}
         self.refused: dict[str, str] = {}  # Hugging Face's ways that do not run here, and why

@@ -22,9 +22,26 @@ def expert_order(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> E
 
     Ids outside 0 .. num_experts - 1 are dropped. Raises RuntimeError where kernels cannot run.
     """
+    from .kernels.tiles import block_m  # torch.compile follows this, and no look-up in `kernels`
+
     require(top_k_index.device)
+    height = block_m(top_k_index.numel(), num_experts, dtype)
+    buffer = _expert_order(top_k_index, num_experts, height)
+    return ExpertOrder.view(buffer, top_k_index.numel(), num_experts, height)
+
+
+def _fake_order(top_k_index, num_experts, block_m):
+    numel = ExpertOrder.numel(top_k_index.numel(), num_experts, block_m)
+    return top_k_index.new_empty(numel, dtype=torch.int32)
+
+
+@op(_fake_order)
+def _expert_order(top_k_index: Tensor, num_experts: int, block_m: int) -> Tensor:
+    buffer = _fake_order(top_k_index, num_experts, block_m)
     with on_device(top_k_index.device):
-        return sort(top_k_index, num_experts, dtype)[0]
+        index = top_k_index.contiguous()
+        kernels.sort_tokens.sort_tokens(index, num_experts, block_m, buffer)
+    return buffer
 
 
 def sort(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[ExpertOrder, Tensor]:
@@ -105,6 +122,66 @@ class _GroupedGemm(torch.autograd.Function):
         d_x, d_weight = _grouped_gemm_backward(d_out, x, weight, order, *ctx.options, need)
         none = (None,) * (3 + len(order))
         return d_x if need[0] else None, d_weight if need[1] else None, *none
+
+
+def _fake_bias_gradient(d_rows, order, num_experts, block_m, scattered):
+    return d_rows.new_empty(num_experts, d_rows.shape[1])
+
+
+@op(_fake_bias_gradient)
+def _bias_gradient(
+    d_rows: Tensor, order: list[Tensor], num_experts: int, block_m: int, scattered: bool
+) -> Tensor:
+    """Sums [E, N] of each expert's rows, in float32 and one order: dw with a column of ones."""
+    with on_device(d_rows.device):
+        d_rows, ones = rows_contiguous(d_rows), d_rows.new_ones(len(d_rows), 1)
+        out = d_rows.new_empty(num_experts, d_rows.shape[1])
+        order = ExpertOrder(*order, block_m=block_m)
+        if scattered:
+            kernels.dw.dw(d_rows, ones, order, gather=1, out=out[:, :, None])
+        else:
+            kernels.dw.dw(ones, d_rows, order, out=out[:, None])
+    return out
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, bias, expert, block_m, scattered, *order):
+        ctx.save_for_backward(*order)
+        ctx.options = len(bias), block_m, scattered
+        return rows + bias[expert]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_rows):
+        d_bias = None
+        if ctx.needs_input_grad[1]:
+            d_bias = _bias_gradient(d_rows, list(ctx.saved_tensors), *ctx.options)
+        return d_rows, d_bias, *(None,) * 9
+
+
+def add_bias(
+    rows: Tensor, bias: Tensor, top_k_index: Tensor, order: ExpertOrder, *, scattered: bool = False
+) -> Tensor:
+    """Each row of `grouped_gemm` plus its expert's bias.
+
+    Args:
+        rows: [S, N] in expert order; `scattered`: in slot order.
+        bias: [E, N] of the rows' dtype.
+        top_k_index: [T, K] that `order` was made from. Dropped slots get some finite row.
+
+    Returns:
+        [S, N], differentiable in rows and bias, once; two runs give the same bits.
+    """
+    expert = top_k_index.reshape(-1)
+    expert = expert.masked_fill((expert < 0) | (expert >= len(bias)), 0)
+    if not scattered:
+        expert = expert[order.row_to_slot.long()]
+    fields = (
+        order.expert_offsets, order.row_to_slot, order.slot_to_row,
+        order.tile_expert, order.tile_row, order.num_tiles,
+    )  # fmt: skip
+    return _AddBias.apply(rows, bias, expert, order.block_m, scattered, *fields)
 
 
 def grouped_gemm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -53,7 +54,8 @@ class ExpertOrder:
     @classmethod
     def view(cls, buffer: Tensor, num_slots: int, num_experts: int, block_m: int) -> ExpertOrder:
         """The six tensors as views of one int32 buffer, each 16-byte aligned."""
-        lengths, kept = _pieces(num_slots, num_experts, block_m)
+        pieces = _pieces.__wrapped__ if torch.compiler.is_compiling() else _pieces
+        lengths, kept = pieces(num_slots, num_experts, block_m)
         pieces = buffer.split_with_sizes(lengths)
         return cls(*(pieces[i] for i in kept), block_m=block_m)
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .models.decorated import ExpertsConfig, is_decorated
+from .models.decorated import ExpertsConfig, is_decorated, why_by_parts
 from .models.gates import activation_of
+from .models.parts import up_name
 from .patcher import unpatch
 
 _LEFT_BEHIND = {"forward", "_hf_hook", "_old_forward", "_output_capturing_hooks_installed"}
@@ -70,6 +71,7 @@ class Family:
     weight_on: str = "output"
     shared_expert: bool = False
     activation: str = "silu"
+    by_parts: bool = False  # the class's own gate between two products, perhaps with biases
 
     def weights(self, logits: Tensor, index: Tensor) -> Tensor:
         """Routing weights [T, K] of the chosen experts, in the precision of the logits."""
@@ -89,18 +91,29 @@ def family_of(block: nn.Module) -> Family:
     if "Qwen3MoeSparseMoeBlock" in names:
         return Family("gate", 0, "softmax", block.gate.norm_topk_prob)
     experts = find_experts(block)
-    known = activation_of(experts) if is_decorated(experts) else None
-    return Family(activation=known or "silu")
+    if not is_decorated(experts):
+        return Family()
+    known = activation_of(experts) if experts.has_gate else None
+    return Family(activation=known or "silu", by_parts=bool(why_by_parts(experts)))
 
 
 def find_experts(block: nn.Module) -> nn.Module | None:
     """The module that holds the stacked weights."""
-    owners = (m for m in block.modules() if isinstance(getattr(m, "gate_up_proj", None), Tensor))
-    return next((m for m in owners if m.gate_up_proj.dim() == 3), None)
+    for module in block.modules():
+        up = getattr(module, up_name(module), None)
+        if isinstance(up, Tensor) and up.dim() == 3:
+            return module
+    return None
+
+
+def projections(experts: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters: both weights, and their biases where there are any."""
+    names = up_name(experts), "down_proj"
+    return *names, *(f"{n}_bias" for n in names if getattr(experts, "has_bias", False))
 
 
 def logical(block: nn.Module, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """Views [E, 2I, H] and [E, H, I] of expert weights or of their gradients."""
+    """Views [E, 2I, H] (without a gate [E, I, H]) and [E, H, I] of weights or their gradients."""
     experts = find_experts(block)
     stored_transposed = getattr(experts, "is_transposed", "Llama4" in type(experts).__name__)
     return (gate_up.mT, down.mT) if stored_transposed else (gate_up, down)

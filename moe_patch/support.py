@@ -85,7 +85,10 @@ def _of(module: ModuleType, family: str) -> Iterator[Support]:
             yield Support(family, cls.__name__, "", router, "its configuration is not known here")
             continue
         reason = decorated.why_not_form(experts)
-        gate = "" if reason else _formula(gates.activation_of(experts))
+        parts = None if reason else decorated.why_by_parts(experts)
+        gate = f"by parts: {parts}" if parts else ""
+        if not (reason or parts):
+            gate = _formula(gates.activation_of(experts))
         yield Support(family, cls.__name__, gate, router, reason)
     swapped = [cls for cls in classes if cls in SWAPS and cls.__name__.endswith("Moe")]
     for cls in swapped:

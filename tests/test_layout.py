@@ -40,7 +40,16 @@ ARROWS = {
         "reference",
     },
     "routing": {"kernels", "kernels.*", "order", "reference"},
-    "models": {"models", "models.*", "activation", "experts", "reference", "routing", "kernels"},
+    "models": {
+        "models",
+        "models.*",
+        "activation",
+        "experts",
+        "grouped",
+        "reference",
+        "routing",
+        "kernels",
+    },
     "patcher": {"models", "models.*"},
     "pretrained": {"models", "models.*", "patcher"},
 }

@@ -34,7 +34,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import moe_patch
 from moe_patch import kernels, reference
 from moe_patch.models import decorated
-from moe_patch.models.decorated import ExpertsConfig, experts_forward, is_decorated, why_not_fused
+from moe_patch.models.decorated import (
+    ExpertsConfig,
+    experts_forward,
+    is_decorated,
+    why_by_parts,
+    why_not_fused,
+)
 
 pytestmark = pytest.mark.filterwarnings("error:moe_patch runs Hugging Face")
 
@@ -182,17 +188,19 @@ class OwnGate(nn.Module):
         return F.silu(gate.clamp(max=7)) * up
 
 
-UNFIT = [
+BY_PARTS = [
+    ({}, None),
     ({"has_bias": True}, "biases"),
-    ({"is_concatenated": False}, "interleaved"),
-    ({"has_gate": False, "weights": "up_proj"}, "only gated"),
-    ({"base": OwnGate}, "a gate function of their own"),
+    ({"is_concatenated": False}, "gate and up rows interleaved"),
+    ({"has_gate": False, "weights": "up_proj"}, "no gate"),
+    ({"base": OwnGate}, "a gate of its own"),
 ]
 
 
-@pytest.mark.parametrize("flags, reason", UNFIT)
-def test_unfit_decorated_experts(flags, reason):
-    assert reason in why_not_fused(make_experts(**flags))
+@pytest.mark.parametrize("flags, reason", BY_PARTS)
+def test_what_one_kernel_does_not_compute_goes_by_parts(flags, reason):
+    experts = make_experts(**flags)
+    assert why_not_fused(experts) is None and why_by_parts(experts) == reason
 
 
 def test_post_expert_norm_is_unfit():
@@ -201,10 +209,12 @@ def test_post_expert_norm_is_unfit():
     assert "normalises" in why_not_fused(experts)
 
 
-def test_gate_function_of_the_instance_is_unfit():
-    experts = make_experts()
+def test_gate_function_of_the_instance(device):
+    experts, arguments = make_experts().to(device), routed(device)
     experts._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[1]
-    assert "a gate function of their own" in why_not_fused(experts)
+    assert why_by_parts(experts) == "a gate of its own"
+    expected = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, *arguments)
+    assert_close(experts_forward(experts, *arguments), expected)
 
 
 @pytest.mark.parametrize("act_fn", [ACT2FN["silu"], nn.SiLU(), F.silu])
@@ -215,18 +225,20 @@ def test_every_spelling_of_silu(act_fn):
     assert why_not_fused(experts) is None
 
 
-@pytest.mark.parametrize("act_fn", [ACT2FN["tanh"], ACT2FN["laplace"], F.mish, None])
-def test_other_activations(act_fn):
-    experts = make_experts()
+@pytest.mark.parametrize("act_fn", [ACT2FN["tanh"], ACT2FN["laplace"], F.mish])
+def test_other_activations(act_fn, device):
+    experts, arguments = make_experts().to(device), routed(device)
     del experts.act_fn
     experts.act_fn = act_fn
-    assert "SiLU, GELU and ReLU" in why_not_fused(experts)
+    assert why_not_fused(experts) is None and "the activation" in why_by_parts(experts)
+    expected = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, *arguments)
+    assert_close(experts_forward(experts, *arguments), expected)
 
 
 def test_missing_activation():
     experts = make_experts()
     del experts.act_fn
-    assert "SiLU, GELU and ReLU" in why_not_fused(experts)
+    assert "no act_fn" in why_not_fused(experts)
 
 
 def test_fp8_experts_are_quantised():
@@ -334,11 +346,12 @@ def test_weights_replaced_after_patching_run_hf(device, fused):
 
 def test_unfit_experts_of_a_switched_config_run_hf(device):
     """experts_implementation="moe_patch" reaches classes that patch() would have refused."""
-    experts = make_experts(base=OwnGate).to(device)
+    experts = make_experts().to(device)
     experts.config._experts_implementation = "moe_patch"
+    experts.has_post_expert_norm = True
     arguments = routed(device)
     expected = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, *arguments)
-    with says_once("Experts is not fused, the experts have a gate function of their own"):
+    with says_once("Experts is not fused, each expert normalises its output"):
         assert torch.equal(experts(*arguments), expected)
         experts(*arguments)
 

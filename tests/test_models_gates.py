@@ -15,7 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moe_patch
-from moe_patch.models.decorated import why_not_fused
+from moe_patch.models.decorated import why_by_parts, why_not_fused
 from moe_patch.models.gates import KNOWN, activation_of
 
 CONFIG = {
@@ -103,11 +103,12 @@ class Learned(nn.Module):
 
 
 @pytest.mark.parametrize("act_fn", [Learned(), lambda x: x.nope(), lambda x: None])
-def test_what_is_no_known_function_is_left_to_hugging_face(act_fn):
+def test_what_is_no_known_function_is_called(act_fn):
     experts = Qwen3MoeExperts(SimpleNamespace(**CONFIG))
     del experts.act_fn
     experts.act_fn = act_fn
-    assert activation_of(experts) is None and "can be fused" in why_not_fused(experts)
+    assert activation_of(experts) is None
+    assert why_not_fused(experts) is None and "the activation" in why_by_parts(experts)
 
 
 def test_compiles_without_graph_breaks(device):

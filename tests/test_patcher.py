@@ -9,7 +9,6 @@ import types
 import pytest
 import torch
 from tiny import (
-    TINY,
     assert_close,
     both_families,
     fused_calls_fixture,  # noqa: F401
@@ -22,7 +21,6 @@ from tiny import (
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    GptOssConfig,
     LlamaConfig,
 )
 from transformers.models.llama4 import modeling_llama4 as hf_llama4
@@ -253,6 +251,10 @@ def mish(block):
     block.experts.act_fn = nn.Mish()
 
 
+def post_norm(block):
+    block.experts.has_post_expert_norm = True
+
+
 def own_forward(block):
     block.experts.forward = lambda *args: args[0]
 
@@ -277,14 +279,15 @@ COMMON = {
     quantised: "torch.float8_e4m3fn",
     tensor_subclass: "Packeds: plain tensors",
     too_many_choices: "top_k is 9 and there are 8 experts: 1 to 8",
-    mish: "Mish: ",
     own_forward: "replaced on the instance",
 }
 QWEN3 = {
+    post_norm: "normalises its output",
     custom_experts: "CustomExperts derives from Qwen3MoeExperts",
     look_alike: "test_patcher.Qwen3MoeExperts is not a class that moe_patch knows",
 }
 LLAMA4 = {
+    mish: "the activation is Mish: only SiLU",
     custom_block: "CustomMoe derives from Llama4TextMoe",
     sequential: "SequentialLlama4TextExperts",
     own_block_forward: "replaced on the instance",
@@ -306,17 +309,6 @@ def test_unfit_block_stays_and_is_listed(family, spoil, reason):
     assert f"\n  spoilt ({type(spoilt).__name__}): " in str(report)
     for module, (cls, config) in zip(spoilt.modules(), before):
         assert type(module) is cls and vars(module).get("config") is config
-
-
-def test_gpt_oss_is_skipped_with_reasons():
-    model = AutoModelForCausalLM.from_config(
-        GptOssConfig(**TINY | {"intermediate_size": 32, "num_local_experts": 8})
-    )
-    report = moe_patch.patch(model)
-    assert not report.fused
-    for name, cls, reason in report.skipped:
-        assert name.endswith(".mlp") and cls == "GptOssMLP" and "biases" in reason
-    assert len(report.skipped) == 2
 
 
 def test_parallel_closures_keep_the_dispatch(device, fused_calls):
