@@ -20,7 +20,7 @@ from .. import reference
 from ..activation import ACTS, Activation
 
 KNOWN = "_fused_activation"
-"""Attribute of experts: (their gate function, their act_fn, the activation or None)."""
+"""Attribute of experts: (gate function, act_fn, limits and alphas, the activation or None)."""
 
 SILU = "silu"
 
@@ -45,23 +45,35 @@ def activation_of(experts: nn.Module) -> str | None:
         return None
     if gate is _default_apply_gate and is_silu(act_fn):
         return SILU
-    known = vars(experts).get(KNOWN)
-    if known is not None and known[0] is gate and known[1] is act_fn:
-        return known[2]
+    known, numbers = vars(experts).get(KNOWN), _numbers(experts)
+    if known is not None and known[0] is gate and known[1] is act_fn and known[2] == numbers:
+        return known[3]
     if torch.compiler.is_compiling():  # it cannot be asked in a trace
         return None
     found = _ask(experts)
-    vars(experts)[KNOWN] = gate, act_fn, found
+    vars(experts)[KNOWN] = gate, act_fn, numbers, found
     return found
+
+
+def has_own_gate(experts: nn.Module) -> bool:
+    """Whether the gate is not act_fn(gate) * up, as HF's decorator provides it."""
+    return type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts)
+
+
+def _numbers(experts: nn.Module) -> dict[str, float]:
+    """What limits and alphas a gate may read."""
+    own = vars(experts)
+    names = [name for name in own if "limit" in name or "alpha" in name]
+    return {name: float(own[name]) for name in names if isinstance(own[name], (int, float))}
 
 
 def _ask(experts: nn.Module) -> str | None:
     own = [n for n, _ in experts.named_parameters() if n.split(".")[0] not in _PROJECTIONS]
     if own or list(experts.buffers()):
         return None  # what is learned does today's job today
-    numbers = {k: v for k, v in vars(experts).items() if isinstance(v, (int, float))}
-    limits = tuple({float(v) for k, v in numbers.items() if "limit" in k and v > 0})
-    alphas = {1.702} | {float(v) for k, v in numbers.items() if "alpha" in k}  # 1.702: quick_gelu
+    numbers = _numbers(experts)
+    limits = tuple({number for name, number in numbers.items() if "limit" in name and number > 0})
+    alphas = {1.702} | {number for name, number in numbers.items() if "alpha" in name}  # quick_gelu
     probe = _probe(limits)
     try:
         with torch.no_grad():
@@ -83,6 +95,7 @@ def _ask(experts: nn.Module) -> str | None:
 def _probe(limits: tuple[float, ...]) -> Tensor:
     """[N, 4] float64: two gates and two ups a row, near zero, in between and past the limits."""
     values = [0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 12.0, 200.0, *(1.25 * limit for limit in limits)]
-    values = torch.tensor([0.0, *values, *(-value for value in values)], dtype=torch.float64)
+    values = [0.0, *values, *(-value for value in values)]
+    values = torch.tensor(values, dtype=torch.float64, device="cpu")
     gate, up = (each.reshape(-1) for each in torch.meshgrid(values, values, indexing="ij"))
     return torch.stack([gate, gate.roll(7), up, up.roll(3)], dim=1)

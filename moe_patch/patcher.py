@@ -122,6 +122,7 @@ class _Block:
         for module in self.module.modules():
             if is_decorated(module) and not isinstance(module.config, ExpertsConfig):
                 module.config = ExpertsConfig(module.config)
+                gates.activation_of(module)  # now: a trace could not
             elif type(module) in SWAPS:
                 _set_class(module, SWAPS[type(module)])
 

@@ -15,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moe_patch
+from moe_patch.models import decorated
 from moe_patch.models.decorated import why_by_parts, why_not_fused
 from moe_patch.models.gates import KNOWN, activation_of
 
@@ -53,7 +54,7 @@ def results(experts, hidden, index, weights):
 
 
 @pytest.mark.parametrize("module, name", [c for c in CLASSES if c[1] in OTHERS], ids=str)
-def test_other_gates_give_hugging_face_s_results(module, name, device):
+def test_other_gates_give_hugging_face_s_results(module, name, device, ran):
     experts = build(module, name).to(device)
     assert activation_of(experts) == OTHERS[name]
     hidden = torch.randn(12, 64, device=device, requires_grad=True)
@@ -64,6 +65,7 @@ def test_other_gates_give_hugging_face_s_results(module, name, device):
     assert report.fused and not report.skipped
     for ours, theirs in zip(results(experts, hidden, index, weights), expected):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * float(theirs.abs().max()))
+    assert ran == ["fused_experts"]
     assert moe_patch.check_parity(experts, tokens=70).passed
     moe_patch.unpatch(experts)
     assert KNOWN not in vars(experts)
@@ -89,6 +91,11 @@ def test_the_gate_is_asked_again_when_it_changes():
     assert activation_of(copy.deepcopy(experts)) == activation_of(experts)
     experts.act_fn = ACT2FN["silu"]
     assert activation_of(experts) == "silu"
+    module, name = next(c for c in CLASSES if c[1] == "DeepseekV4Experts")
+    experts = build(module, name)
+    for limit in (0.5, 3.0):
+        experts.limit = limit
+        assert activation_of(experts) == f"silu {limit} 1.0 0.0"
 
 
 class Learned(nn.Module):
@@ -111,13 +118,15 @@ def test_what_is_no_known_function_is_called(act_fn):
     assert why_not_fused(experts) is None and "the activation" in why_by_parts(experts)
 
 
-def test_compiles_without_graph_breaks(device):
+def test_compiles_without_graph_breaks(device, monkeypatch):
     experts = Qwen3MoeExperts(SimpleNamespace(**CONFIG | {"hidden_act": "gelu"})).to(device)
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.3)
     moe_patch.patch(experts)
     hidden = torch.randn(6, 64, device=device)
     weights, index = torch.rand(6, 8, device=device).topk(2)
+    assert KNOWN in vars(experts)  # the gate was asked: a trace could not
+    monkeypatch.setattr(decorated, "by_parts", None)
     torch._dynamo.reset()
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(hidden, index, weights), experts(hidden, index, weights))
