@@ -49,6 +49,22 @@ def seed() -> None:
 
 
 @pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Our functions that decorated experts came to; empty where Hugging Face's own ran."""
+    from moe_patch.models import decorated
+
+    names = []
+
+    def recording(name):
+        original = getattr(decorated, name)
+        return lambda *args, **more: names.append(name) or original(*args, **more)
+
+    for name in ("fused_experts", "by_parts"):
+        monkeypatch.setattr(decorated, name, recording(name))
+    return names
+
+
+@pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised memory holds the worst: NaN in floats, True, huge integers.
 

@@ -83,7 +83,7 @@ def results(experts, hidden, index, weights):
 
 @pytest.mark.parametrize("dropped", (False, True))
 @pytest.mark.parametrize("family", [*FAMILIES, "learned"])
-def test_hugging_face_s_results(family, device, dropped):
+def test_hugging_face_s_results(family, device, dropped, ran):
     experts, (hidden, index, weights) = build(family, device), routed(device, dropped)
     gone = index == 8  # to Hugging Face, slots of weight 0
     expected = list(results(experts, hidden, index.masked_fill(gone, 0), weights))
@@ -93,6 +93,7 @@ def test_hugging_face_s_results(family, device, dropped):
     assert why_by_parts(experts) == FAMILIES.get(family, ("", "a gate of its own"))[1]
     for ours, theirs in zip(results(experts, hidden, index, weights), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * float(theirs.abs().max()))
+    assert ran == ["by_parts"]
 
 
 @pytest.mark.parametrize(
