@@ -15,15 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8ExpertsInterface
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    ExpertsInterface,
-    _default_apply_gate,
-)
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from .. import kernels
 from ..experts import DTYPES, fused_experts
-from .gates import activation_of, is_silu
+from .gates import activation_of, has_own_gate, is_silu
 from .parts import by_parts, up_name
 
 NAME = "moe_patch"
@@ -194,10 +190,10 @@ def _fp8_experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 def why_not_form(experts: nn.Module) -> str | None:
     """None when the kernels can do the class's products, whatever its weights, else the reason."""
-    if getattr(experts, "has_post_expert_norm", False):
+    if vars(experts).get("has_post_expert_norm"):  # not in transformers 5.17
         return "each expert normalises its output: only experts without that can be fused"
-    own = type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts)
-    if not (own and experts.has_gate) and getattr(experts, "act_fn", None) is None:
+    own = experts.has_gate and has_own_gate(experts)
+    if not own and getattr(experts, "act_fn", None) is None:
         return "the experts have no act_fn, which their gate is to call"
     return None
 
@@ -211,7 +207,7 @@ def why_by_parts(experts: nn.Module) -> str | None:
     if not experts.is_concatenated:
         return "gate and up rows interleaved"
     if activation_of(experts) is None:
-        own = type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts)
+        own = has_own_gate(experts)
         return "a gate of its own" if own else f"the activation {_name(experts.act_fn)}"
     return None
 

@@ -21,7 +21,6 @@ __all__ = ["DTYPES", "expert_order", "fused_experts", "grouped_gemm"]
 
 
 def _view(buffer: Tensor, num_slots: int, num_experts: int, dtype: torch.dtype) -> ExpertOrder:
-
     return ExpertOrder.view(
         buffer, num_slots, num_experts, kernels.tiles.block_m(num_slots, num_experts, dtype)
     )
@@ -40,7 +39,6 @@ def _by_sort(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [T, H], pre-activation [S, 2I] or empty unless `save`, order buffer, x A^T of the two
     low-rank updates [S, R], empty without)."""
-
     x, weights = rows_contiguous(hidden_states), top_k_weights.contiguous()
     order, buffer = sort(top_k_index, gate_up_proj.shape[0], x.dtype)
     updates = [_update(x, order, *low[:2]), _update(x, order, *low[2:])]
@@ -59,7 +57,6 @@ def _by_sort(
 
 def _update(x: Tensor, order: ExpertOrder, a: Tensor | None = None, b: Tensor | None = None):
     """A low-rank update as kernels take it; None without."""
-
     if a is None or not a.numel():
         return None
     side = x.new_empty(order.row_to_slot.numel(), a.shape[1])
@@ -78,7 +75,6 @@ def _experts_inference(
     low: list[Tensor],
 ) -> Tensor:
     """out [T, H]; nothing is kept for a backward."""
-
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
         if low or not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
@@ -91,7 +87,6 @@ def _experts_inference(
 
 
 def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, _, on_input, act, low):
-
     slots, (experts, inner, _) = top_k_index.numel(), gate_up_proj.shape
     numel = ExpertOrder.numel(
         slots, experts, kernels.tiles.block_m(slots, experts, hidden_states.dtype)
@@ -313,15 +308,15 @@ def fused_experts(
         RuntimeError: the kernels cannot run on this device.
     """
     _check(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, weight_on)
+    options = weight_on == "input", str(activation)
     if not torch.compiler.is_compiling():
-        parse(str(activation))
+        parse(options[1])  # or raises
     dtype = gate_up_proj.dtype
     if torch.is_autocast_enabled(hidden_states.device.type):
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
         gate_up_proj, down_proj = gate_up_proj.to(dtype), down_proj.to(dtype)
     x = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
     tensors = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    options = weight_on == "input", activation if isinstance(activation, str) else str(activation)
     low = []
     if gate_up_low_rank or down_low_rank:
         none = x.new_empty(0), x.new_empty(0)

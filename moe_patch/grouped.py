@@ -46,7 +46,6 @@ def _expert_order(top_k_index: Tensor, num_experts: int, block_m: int) -> Tensor
 
 def sort(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[ExpertOrder, Tensor]:
     """(the order of top_k_index [T, K], the buffer that it is views of)."""
-
     height = kernels.tiles.block_m(top_k_index.numel(), num_experts, dtype)
     numel = ExpertOrder.numel(top_k_index.numel(), num_experts, height)
     buffer = top_k_index.new_empty(numel, dtype=torch.int32)
@@ -63,7 +62,6 @@ def _fake_gemm(x, weight, order, block_m, gather, scatter):
 def _grouped_gemm(
     x: Tensor, weight: Tensor, order: list[Tensor], block_m: int, gather: int, scatter: bool
 ) -> Tensor:
-
     with on_device(x.device):
         out = x.new_zeros(order[1].numel(), weight.shape[1])  # rows of dropped slots stay zero
         order = ExpertOrder(*order, block_m=block_m)
@@ -88,7 +86,6 @@ def _grouped_gemm_backward(
     scatter: bool,
     need: list[bool],
 ) -> tuple[Tensor, Tensor]:
-
     with on_device(x.device):
         order = ExpertOrder(*order, block_m=block_m)
         x, d_out = rows_contiguous(x), rows_contiguous(d_out)
@@ -177,11 +174,7 @@ def add_bias(
     expert = expert.masked_fill((expert < 0) | (expert >= len(bias)), 0)
     if not scattered:
         expert = expert[order.row_to_slot.long()]
-    fields = (
-        order.expert_offsets, order.row_to_slot, order.slot_to_row,
-        order.tile_expert, order.tile_row, order.num_tiles,
-    )  # fmt: skip
-    return _AddBias.apply(rows, bias, expert, order.block_m, scattered, *fields)
+    return _AddBias.apply(rows, bias, expert, order.block_m, scattered, *order.tensors())
 
 
 def grouped_gemm(
@@ -228,10 +221,7 @@ def grouped_gemm(
             "float16 and float32."
         )
     require(x.device)
-    fields = (
-        order.expert_offsets, order.row_to_slot, order.slot_to_row,
-        order.tile_expert, order.tile_row, order.num_tiles,
-    )  # fmt: skip
+    fields = order.tensors()
     options = (order.block_m, top_k if gather else 0, scatter)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _GroupedGemm.apply(x, weight, *options, *fields)

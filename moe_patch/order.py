@@ -40,6 +40,13 @@ class ExpertOrder:
     num_tiles: Tensor
     block_m: int
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The six, in field order."""
+        return (
+            self.expert_offsets, self.row_to_slot, self.slot_to_row,
+            self.tile_expert, self.tile_row, self.num_tiles,
+        )  # fmt: skip
+
     @staticmethod
     def sizes(num_slots: int, num_experts: int, block_m: int) -> list[int]:
         """Lengths of the six tensors, in field order."""
