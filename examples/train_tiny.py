@@ -1,15 +1,22 @@
-"""Trains small Qwen3-MoE and Llama4 models twice, with Hugging Face's MoE blocks and patched.
+"""Trains small Qwen3-MoE and Llama4 models with Hugging Face's MoE blocks and patched.
 
-The text is the Python standard library's own source, byte by byte; both runs start from the same
-weights, see the same batches and compute in float32. Checked, with exit code 1 if it does not hold:
-the two loss curves stay within --bound of each other and go down; then the patched model is saved,
-loaded again with `moe_patch.enabled()`, and greedy generation gives the same text patched and not.
+The text is the Python standard library's own source, byte by byte; all runs start from the same
+weights and see the same batches. Checked, with exit code 1 if it does not hold:
+
+- on a GPU, in bfloat16: the patched curve is no further from Hugging Face's in float32 than
+  Hugging Face's own in bfloat16 is (rms over all steps and seeds, --bound on their ratio: it varies
+  with the seed, since routers at a near-tie send two runs apart by chance);
+- in float32: the patched curve stays within --bound of Hugging Face's;
+- all curves go down; the patched model, saved and loaded again with `moe_patch.enabled()`, writes
+  the same text patched and not.
+
 Writes one picture of the curves. Without a GPU the kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import sysconfig
@@ -35,28 +42,52 @@ import moe_patch
 from moe_patch.shapes import Shape, build_model
 
 FAMILIES = {"qwen3_moe": "Qwen3-MoE", "llama4": "Llama4"}
+TRUTH, THEIRS, OURS = "HF float32", "HF", "moe_patch"
 
 
 @dataclass
 class Result:
-    """Of one family."""
+    """Of one family: losses [seeds][steps] of TRUTH and OURS, and of THEIRS below float32."""
 
     family: str
-    hf: list[float]
-    patched: list[float]
+    curves: dict[str, list[list[float]]]
     text: str
     same_text: bool
 
+    def flat(self, name: str) -> list[float]:
+        """The losses of all seeds."""
+        return [loss for curve in self.curves[name] for loss in curve]
+
+    def distances(self, name: str) -> list[float]:
+        """Of a curve from the float32 one, step by step, of all seeds."""
+        return [abs(a - b) for a, b in zip(self.flat(name), self.flat(TRUTH))]
+
+    def rms(self, name: str, seed: int | None = None) -> float:
+        """Of the distances, of one seed or of all."""
+        found, steps = self.distances(name), len(self.curves[name][0])
+        if seed is not None:
+            found = found[seed * steps : (seed + 1) * steps]
+        return (sum(d * d for d in found) / len(found)) ** 0.5
+
     @property
-    def difference(self) -> float:
-        """The largest distance between the two curves."""
-        return max(abs(a - b) for a, b in zip(self.hf, self.patched))
+    def ratios(self) -> list[float]:
+        """Our rms distance over theirs, seed by seed."""
+        seeds = range(len(self.curves[OURS]))
+        return [self.rms(OURS, seed) / self.rms(THEIRS, seed) for seed in seeds]
+
+    @property
+    def found(self) -> float:
+        """What --bound is on: our rms distance over theirs; in float32 our largest."""
+        if THEIRS in self.curves:
+            return self.rms(OURS) / self.rms(THEIRS)
+        return max(self.distances(OURS))
 
     def holds(self, bound: float) -> bool:
         """Whether the curves agree and go down, and the text is the same."""
-        part = max(1, len(self.hf) // 4)
-        down = all(sum(c[-part:]) < sum(c[:part]) for c in (self.hf, self.patched))
-        return self.difference <= bound and down and self.same_text
+        curves = [curve for every in self.curves.values() for curve in every]
+        part = max(1, len(curves[0]) // 4)
+        down = all(sum(c[-part:]) < sum(c[:part]) for c in curves)
+        return self.found <= bound and down and self.same_text
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -67,21 +98,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    add("--steps", type=int, default=300 if big else 20)
-    add("--hidden", type=int, default=256 if big else 64, help="hidden size")
-    add("--intermediate", type=int, default=128 if big else 32, help="of each expert")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if big else "float32")
+    add("--steps", type=int, default=150 if big else 20)
+    add("--seeds", type=int, default=6 if big else 1)
+    add("--hidden", type=int, default=512 if big else 64, help="hidden size")
+    add("--intermediate", type=int, default=256 if big else 32, help="of each expert")
     add("--experts", type=int, default=32 if big else 4)
     add("--top-k", type=int, default=4 if big else 2, help="Qwen3-MoE's; Llama4 takes 1")
     add("--layers", type=int, default=4 if big else 2)
     add("--batch", type=int, default=16 if big else 4)
-    add("--length", type=int, default=256 if big else 32, help="bytes of each sequence")
-    add("--lr", type=float, default=5e-3)
-    add("--seed", type=int, default=0)
-    bound = 0.05 if big else 1e-3  # rounding grows with every step, and flips near-ties
-    add("--bound", type=float, default=bound, help="on the distance between the curves, in nats")
+    add("--length", type=int, default=512 if big else 32, help="bytes of each sequence")
+    add("--lr", type=float, default=1e-3 if big else 5e-3)
+    add("--bound", type=float, help="default: 1.25 in bfloat16, 1e-3 nats in float32")
     add("--new-tokens", type=int, default=64 if big else 24, help="bytes to generate")
     add("--out", type=Path, default=Path("out/train_tiny.png"), help="the picture")
-    return parser.parse_args(arguments)
+    add("--json", type=Path, help="write all losses there")
+    options = parser.parse_args(arguments)
+    if options.bound is None:
+        options.bound = 1.25 if options.dtype == "bfloat16" else 1e-3
+    return options
 
 
 def standard_library() -> torch.Tensor:
@@ -90,9 +125,9 @@ def standard_library() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
 
 
-def batches(text: torch.Tensor, options: argparse.Namespace) -> list[torch.Tensor]:
+def batches(text: torch.Tensor, options: argparse.Namespace, seed: int = 0) -> list[torch.Tensor]:
     """[batch, length] of bytes for every step."""
-    generator = torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(seed)
     size = (options.steps, options.batch, 1)
     starts = torch.randint(len(text) - options.length, size, generator=generator)
     return list(text[starts + torch.arange(options.length)].long())
@@ -135,30 +170,38 @@ def generate(model: PreTrainedModel, prompt: str, new_tokens: int) -> str:
 
 
 def run(family: str, options: argparse.Namespace, progress: Progress) -> Result:
-    """Trains one family both ways, then saves, loads and generates."""
+    """Trains one family all ways, then saves, loads and generates."""
     top_k = 1 if family == "llama4" else options.top_k
     shape = Shape(family, options.hidden, options.intermediate, options.experts, top_k, std=0.02)
-    data = batches(standard_library(), options)
-    curves = {}
-    for way in ("Hugging Face", "moe_patch"):
-        model = build_model(shape, layers=options.layers, device=DEVICE, seed=options.seed)
-        if way == "moe_patch":
-            progress.console.print(str(model.patch()), markup=False)
-        task = progress.add_task(f"{FAMILIES[family]}, {way}", total=len(data))
-        curves[way] = train(model, data, options.lr, progress, task)
+    dtype, text = getattr(torch, options.dtype), standard_library()
+    ways = {TRUTH: torch.float32, THEIRS: dtype, OURS: dtype}
+    if dtype == torch.float32:
+        del ways[THEIRS]
+    curves: dict[str, list[list[float]]] = {name: [] for name in ways}
+    for seed in range(options.seeds):
+        data = batches(text, options, seed)
+        for name, kind in ways.items():
+            model = build_model(shape, layers=options.layers, device=DEVICE, seed=seed).to(kind)
+            if name == OURS:
+                progress.console.print(str(model.patch()), markup=False)
+            label = f"{FAMILIES[family]}, {name}, seed {seed}"
+            task = progress.add_task(label, total=len(data))
+            curves[name].append(train(model, data, options.lr, progress, task))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         with moe_patch.enabled():
-            loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, dtype=torch.float32
+            )
     loaded.to(DEVICE)
     patched = generate(loaded, "import ", options.new_tokens)
     loaded.unpatch()
     unpatched = generate(loaded, "import ", options.new_tokens)
-    return Result(family, *curves.values(), text=patched, same_text=patched == unpatched)
+    return Result(family, curves, text=patched, same_text=patched == unpatched)
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """The curves, and the distance between them on a logarithmic scale."""
+    """The curves, and their distance from float32 on a logarithmic scale."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -169,12 +212,15 @@ def plot(results: Sequence[Result], path: Path) -> None:
         height_ratios=(2, 1), layout="constrained",
     )  # fmt: skip
     for result, (top, bottom) in zip(results, axes.T):
-        top.plot(result.hf, label="Hugging Face", linewidth=3, alpha=0.5)
-        top.plot(result.patched, label="moe_patch", linestyle="--", color="black")
+        for name, curves in result.curves.items():
+            style = {"linestyle": "--", "color": "black"} if name == OURS else {"alpha": 0.6}
+            top.plot(curves[0], label=name, **style)
+            if name != TRUTH:
+                distances = [max(d, 1e-8) for d in result.distances(name)[: len(curves[0])]]
+                bottom.semilogy(distances, linewidth=0.8, **style)
         top.set(title=FAMILIES[result.family], ylabel="loss, nats per byte")
         top.legend()
-        bottom.semilogy([max(abs(a - b), 1e-8) for a, b in zip(result.hf, result.patched)])
-        bottom.set(xlabel="step", ylabel="distance")
+        bottom.set(xlabel="step", ylabel="from float32")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -188,15 +234,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Progress(console=console) as progress:
         results = [run(family, options, progress) for family in options.family]
     plot(results, options.out)
-    table = Table("", "first loss", "last, HF", "last, moe_patch", "distance", "same text", "holds")
+    if options.json:
+        options.json.write_text(json.dumps({r.family: r.curves for r in results}))
+    table = Table("", "", "first loss", "last quarter", "rms from float32", "found", "holds")
     for r in results:
-        losses = (f"{loss:.4f}" for loss in (r.hf[0], r.hf[-1], r.patched[-1]))
-        answers = ("yes" if yes else "NO" for yes in (r.same_text, r.holds(options.bound)))
-        table.add_row(FAMILIES[r.family], *losses, f"{r.difference:.1e}", *answers)
+        part = max(1, options.steps // 4)
+        for name, curves in r.curves.items():
+            last = sum(sum(curve[-part:]) / part for curve in curves) / len(curves)
+            cells = [FAMILIES[r.family], name, f"{curves[0][0]:.4f}", f"{last:.4f}"]
+            cells.append("" if name == TRUTH else f"{r.rms(name):.2e}")
+            verdict = "yes" if r.holds(options.bound) else "NO"
+            table.add_row(*cells, *([f"{r.found:.2g}", verdict] if name == OURS else ["", ""]))
     console.print(table)
     for r in results:
-        console.print(f"{FAMILIES[r.family]} writes: {r.text!r}", markup=False)
-    console.print(f"curves within {options.bound} nats asked for; picture: {options.out}")
+        same = "the same text" if r.same_text else "OTHER TEXT"
+        console.print(f"{FAMILIES[r.family]} writes, unpatched {same}: {r.text!r}", markup=False)
+        if THEIRS in r.curves:
+            seeds = ", ".join(f"{ratio:.2f}" for ratio in r.ratios)
+            console.print(f"distance from float32 over HF's, seed by seed: {seeds}")
+    what = "ratio of distances" if options.dtype == "bfloat16" else "nats"
+    console.print(f"bound: {options.bound} ({what}); picture: {options.out}")
     return 0 if all(r.holds(options.bound) for r in results) else 1
 
 

@@ -12,6 +12,7 @@ import torch
 from peft.tuners.lora import layer as peft
 from torch import Tensor
 
+from ..low_rank import LowRank, factors
 from .decorated import UPDATES, takes_low_rank, warn_once
 
 
@@ -53,14 +54,15 @@ class ParamWrapper(peft.ParamWrapper):
             f"which do not fit {experts} experts of {high} rows and {wide} columns"
         )
 
-    def _low_rank(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
-        """(A [E, R, K], B [E, N, R]) of the weights [E, N, K]; several adapters side by side."""
-        factors = [self.get_delta_factors(name) for name in adapters]
-        left = torch.cat([lhs * scaling for lhs, _, scaling in factors], 2)  # [E, stored rows, R]
-        right = torch.cat([rhs for _, rhs, _ in factors], 1)  # [E, R, stored columns]
-        if stored_transposed(self.get_base_layer()):
-            return left.transpose(1, 2), right.transpose(1, 2)
-        return right, left
+    def _low_rank(self, adapters: list[str]) -> LowRank:
+        """Of the weights [E, N, K]; several adapters side by side."""
+        packed = [
+            (self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
+            for name in adapters
+        ]
+        experts, weight = self.get_base_layer(), self.get_param()
+        crossed = stored_transposed(experts) == self._did_swap_in_out_features
+        return factors(packed, len(weight), weight.dtype, crossed)
 
 
 def stored_transposed(experts: torch.nn.Module) -> bool:

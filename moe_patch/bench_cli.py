@@ -52,7 +52,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     flag("--layers", metavar="N", type=int, help="of that model; default: all")
     flag(
-        "--tasks", nargs="+", choices=bench_model.TASKS, help="of that model; default: all but lora"
+        "--tasks", nargs="+", choices=bench_model.TASKS, help="of that model; default: no training"
     )
     flag(
         "--lora", metavar="RANK", type=int, nargs="?", const=16,
@@ -93,7 +93,8 @@ def check(options: argparse.Namespace) -> None:
         bench_model.read_config(options.model_config, options.layers)
     elif options.layers is not None or options.tasks:
         raise ValueError("--layers and --tasks are of a whole model: name its --model-config")
-    needs_peft = options.lora is not None or "lora" in (options.tasks or ())
+    trains = set(options.tasks or ()) & set(bench_model.TRAINING)
+    needs_peft = options.lora is not None or trains
     if needs_peft and importlib.util.find_spec("peft") is None:
         raise ValueError("LoRA needs PEFT, which the extra moe_patch[lora] installs")
     if options.png and importlib.util.find_spec("matplotlib") is None:

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .bench import first_line, free, short_of
 from .patcher import patch, unpatch
 from .shapes import building
 
-TASKS = ("prefill", "decode", "static", "lora")
+TASKS = ("prefill", "decode", "static", "lora", "lora-reentrant")
 """One forward of a prompt; generation; generation with a static cache, which HF compiles; a step
-of training LoRA on attention and experts, with gradient checkpointing, which leaves adapters."""
-DEFAULT = TASKS[:3]
+of training LoRA on attention and experts, with gradient checkpointing of either kind, which leaves
+adapters."""
+DEFAULT, TRAINING = TASKS[:3], TASKS[3:]
 PREFILL = ((1, 1024), (1, 8192), (4, 4096))
 LORA = ((4, 1024),)
 RANK = 16
@@ -79,9 +81,9 @@ def build(config: PreTrainedConfig, device: torch.device | str = "cuda") -> PreT
 
 def rows(tasks: Sequence[str] = DEFAULT) -> list[tuple[str, int, int]]:
     """(task, batch, tokens of the prompt) of everything to measure."""
-    sizes = {"prefill": PREFILL, "lora": LORA}
+    sizes = {"prefill": PREFILL} | dict.fromkeys(TRAINING, LORA)
     decode = [(batch, PROMPT) for batch in BATCHES]
-    last = sorted(tasks, key=lambda task: task == "lora")  # its adapters stay in the model
+    last = sorted(tasks, key=lambda task: task in TRAINING)  # their adapters stay in the model
     return [(task, *size) for task in last for size in sizes.get(task, decode)]
 
 
@@ -98,14 +100,13 @@ def rate(model: PreTrainedModel, name: str, task: str, batch: int, prompt: int) 
     peaks: dict[bool, float] = {}
     note = None
     try:
-        if task == "lora":
-            _add_adapters(model)
+        optimizer = _adapted(model, task) if task in TRAINING else None
         for patched in _turns(task):
             (patch if patched else unpatch)(model)
             if not found[patched]:
                 torch.compiler.reset()  # what was compiled is of the other one
-                peaks[patched] = _peak_gb(lambda: _tokens_s(model, task, ids))
-            found[patched].append(_tokens_s(model, task, ids))
+                peaks[patched] = _peak_gb(lambda: _tokens_s(model, task, ids, optimizer))
+            found[patched].append(_tokens_s(model, task, ids, optimizer))
     except torch.OutOfMemoryError as error:
         note = f"{row}: skipped, {short_of(error)}"
     except RuntimeError as error:
@@ -118,7 +119,7 @@ def rate(model: PreTrainedModel, name: str, task: str, batch: int, prompt: int) 
         free()
         return note
     hf, ours = (statistics.median(found[patched]) for patched in (False, True))
-    memory = (peaks[False], peaks[True]) if task == "lora" else ()
+    memory = (peaks[False], peaks[True]) if task in TRAINING else ()
     return Rate(name, config.num_hidden_layers, task, batch, prompt, hf, ours, ours / hf, *memory)
 
 
@@ -128,11 +129,13 @@ def _turns(task: str) -> Iterator[bool]:
     return iter(sorted(turns) if task == "static" else turns)
 
 
-def _tokens_s(model: PreTrainedModel, task: str, ids: Tensor) -> float:
+def _tokens_s(
+    model: PreTrainedModel, task: str, ids: Tensor, optimizer: Optimizer | None = None
+) -> float:
     if task == "prefill":
         return ids.numel() / _seconds(lambda: _prefill(model, ids))
-    if task == "lora":
-        return ids.numel() / _seconds(lambda: _train(model, ids))
+    if optimizer is not None:
+        return ids.numel() / _seconds(lambda: _train(model, ids, optimizer))
     more = {"cache_implementation": "static"} if task == "static" else {}
 
     def generate(new: int) -> None:
@@ -155,31 +158,39 @@ def _prefill(model: PreTrainedModel, ids: Tensor) -> None:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
 
 
-def _add_adapters(model: PreTrainedModel) -> None:
-    """LoRA on attention and on the experts' stacked weights, everything else frozen."""
+def _adapted(model: PreTrainedModel, task: str) -> Optimizer:
+    """Of LoRA on attention and on the experts' stacked weights, everything else frozen."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    model.requires_grad_(False)
-    experts = {
-        ".".join(name.split(".")[-3:])
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 3 and name.endswith(("gate_up_proj", "down_proj"))
-    }
-    config = LoraConfig(
-        r=RANK,
-        lora_alpha=2 * RANK,
-        init_lora_weights=False,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=sorted(experts),
-    )
-    inject_adapter_in_model(config, model)
+    if not any(parameter.requires_grad for parameter in _adapters(model)):
+        model.requires_grad_(False)
+        experts = {
+            ".".join(name.split(".")[-3:])
+            for name, parameter in model.named_parameters()
+            if parameter.dim() == 3 and name.endswith(("gate_up_proj", "down_proj"))
+        }
+        config = LoraConfig(
+            r=RANK,
+            lora_alpha=2 * RANK,
+            init_lora_weights=False,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=sorted(experts),
+        )
+        inject_adapter_in_model(config, model)
     model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": task.endswith("reentrant")})
+    model.enable_input_require_grads()
+    return torch.optim.AdamW(_adapters(model), lr=1e-5)
 
 
-def _train(model: PreTrainedModel, ids: Tensor) -> None:
-    model.zero_grad()
+def _adapters(model: PreTrainedModel) -> list[Tensor]:
+    return [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+
+
+def _train(model: PreTrainedModel, ids: Tensor, optimizer: Optimizer) -> None:
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _peak_gb(call: Callable[[], object]) -> float:

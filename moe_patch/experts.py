@@ -15,6 +15,7 @@ from .accumulate import Leaf, leaf, target
 from .activation import Activation, parse
 from .grouped import DTYPES, expert_order, grouped_gemm, rows_contiguous, sort
 from .kernels import on_device, op, require
+from .low_rank import LowRank
 from .order import ExpertOrder
 
 __all__ = ["DTYPES", "expert_order", "fused_experts", "grouped_gemm"]
@@ -147,10 +148,11 @@ def _experts_backward(
 ) -> list[Tensor]:
     """Gradients of (hidden_states, gate_up_proj, down_proj, top_k_weights, *low); empty if not
     needed."""
-    return _gradients(
+    grads = _gradients(
         d_out, hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer, sides,
         weight_on_input, activation, low, need, (None, None),
     )  # fmt: skip
+    return [hidden_states.new_empty(0) if grad is None else grad for grad in grads]
 
 
 def _gradients(
@@ -168,7 +170,7 @@ def _gradients(
     need: list[bool],
     leaves: tuple[Leaf | None, Leaf | None],
 ) -> list[Tensor | None]:
-    """As `_experts_backward`; None for a weight whose leaf's .grad was added to.
+    """As `_experts_backward`; None if not needed, or for a weight whose leaf's .grad was added to.
 
     With y = x (W + B A)^T: dA = (dy B)^T x, dB = dy^T (x A^T), and dx = dy W + (dy B) A is a
     product with the transposed weight and its low-rank update A^T B^T.
@@ -176,7 +178,7 @@ def _gradients(
     need_hidden, need_gate_up, need_down, need_weights, *need_low = need
     need_a1, need_b1, need_a2, need_b2 = need_low or (False,) * 4
     a1, b1, a2, b2 = low or (None,) * 4
-    grads = [hidden_states.new_empty(0) for _ in need]
+    grads: list[Tensor | None] = [None] * len(need)
     top_k, slots = top_k_weights.shape[1], top_k_weights.numel()
     with on_device(hidden_states.device):
         x, d_out = rows_contiguous(hidden_states), rows_contiguous(d_out)
@@ -206,7 +208,9 @@ def _gradients(
         if need_b2:
             side, grads[7] = sides[1], torch.empty_like(b2)
             if not weight_on_input:
-                side = side * top_k_weights.reshape(-1, 1)[order.row_to_slot.long()].to(side.dtype)
+                side = side * top_k_weights.reshape(-1, 1).index_select(0, order.row_to_slot).to(
+                    side.dtype
+                )
             kernels.dw.dw(d_out, side, order, gather=top_k, out=grads[7])
         if need_gate_up:
             out, add = target(gate_up_proj, leaves[0])
@@ -262,10 +266,6 @@ class _FusedExperts(torch.autograd.Function):
             grad if wanted else None for grad, wanted in zip(grads, need)
         )
         return d_hidden, d_gate_up, d_down, None, d_weights, None, None, *d_low
-
-
-LowRank = tuple[Tensor, Tensor]
-"""(A [E, R, K], B [E, N, R]): the weights [E, N, K] are used as weight + B @ A, never formed."""
 
 
 def fused_experts(

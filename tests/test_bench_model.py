@@ -121,16 +121,28 @@ def test_both_ways_are_measured_and_the_model_comes_back_unpatched(
     assert not isinstance(model.model.layers[0].mlp.experts.config, ExpertsConfig)
 
 
-def test_a_training_step_of_lora_comes_last(use, file, no_gpu):
+def test_training_steps_of_lora_come_last(use, file, no_gpu, monkeypatch):
     """Both ways train the same adapters, which stay; the experts' own weights stay frozen."""
     assert rows(["lora", "prefill"])[-1] == ("lora", 4, 1024)
     model = build(read_config(file, 1), "cpu")
-    found = rate(model, "tiny", "lora", 2, 8)
-    assert found.hf_peak_gb == found.peak_gb == 3.0 and found.tokens_s > 0
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 12 and sum("experts" in name for name in trained) == 4
-    assert all("lora_" in name for name in trained)
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    steps, trained, train = [], {}, bench_model._train
+
+    def counting(model, ids, optimizer):
+        train(model, ids, optimizer)
+        steps.append(model.model._gradient_checkpointing_func.keywords["use_reentrant"])
+
+    monkeypatch.setattr(bench_model, "_train", counting)
+    for task in ("lora", "lora-reentrant"):
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        found = rate(model, "tiny", task, 2, 8)
+        assert found.hf_peak_gb == found.peak_gb == 3.0 and found.tokens_s > 0
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert len(trained) == 12 and sum("experts" in name for name in trained) == 4
+        assert all("lora_" in name for name in trained)
+        for name, weight in before.items():
+            if name in trained:
+                assert not torch.equal(trained[name], weight), name
+    assert steps == [False] * 8 + [True] * 8
 
 
 def test_too_little_memory_is_a_note_and_so_is_a_failure_of_hugging_faces(

@@ -42,7 +42,7 @@ def test_train_tiny_with_real_kernels(family, tmp_path, capsys):
     code = load("train_tiny").main([*SMALL.split(), "--family", family, "--out", str(picture)])
     out = capsys.readouterr().out
     assert code == 0, out
-    assert "fused 1 of 1 MoE blocks" in out and "same text" in out
+    assert "fused 1 of 1 MoE blocks" in out and "the same text" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -54,12 +54,21 @@ def test_train_tiny_notices_another_curve(use, tmp_path, capsys):
 
 
 def test_train_tiny_judges_bound_slope_and_text():
-    result = load("train_tiny").Result
-    good = result("llama4", [3.0, 2.0], [3.0, 2.01], "text", True)
-    assert good.difference == pytest.approx(0.01)
+    example = load("train_tiny")
+
+    def result(same_text=True, **curves):
+        names = {"truth": example.TRUTH, "theirs": example.THEIRS, "ours": example.OURS}
+        curves = {names[name]: [curve] for name, curve in curves.items()}
+        return example.Result("llama4", curves, "text", same_text)
+
+    good = result(truth=[3.0, 2.0], ours=[3.0, 2.01])
+    assert good.found == pytest.approx(0.01)
     assert good.holds(0.02) and not good.holds(0.001)
-    assert not result("llama4", [3.0, 3.1], [3.0, 3.1], "text", True).holds(1)
-    assert not result("llama4", [3.0, 2.0], [3.0, 2.0], "text", False).holds(1)
+    assert not result(truth=[3.0, 3.1], ours=[3.0, 3.1]).holds(1)
+    assert not result(truth=[3.0, 2.0], ours=[3.0, 2.0], same_text=False).holds(1)
+    half = result(truth=[3.0, 2.0], theirs=[3.1, 2.1], ours=[3.2, 2.2])
+    assert half.found == pytest.approx(2) and not half.holds(1.1) and half.holds(2.1)
+    assert half.ratios == pytest.approx([2])
 
 
 def test_train_tiny_reads_the_standard_library():

@@ -29,6 +29,7 @@ ARROWS = {
     "kernels": {"kernels", "kernels.*", "activation", "order"},
     "accumulate": set(),
     "activation": set(),
+    "low_rank": set(),
     "grouped": {"kernels", "kernels.*", "order"},
     "experts": {
         "accumulate",
@@ -36,6 +37,7 @@ ARROWS = {
         "grouped",
         "kernels",
         "kernels.*",
+        "low_rank",
         "order",
         "reference",
     },
@@ -46,6 +48,7 @@ ARROWS = {
         "activation",
         "experts",
         "grouped",
+        "low_rank",
         "reference",
         "routing",
         "kernels",
@@ -78,12 +81,13 @@ THIRD_PARTY = {
     "kernels": {"torch", "triton"},
     "accumulate": {"torch"},
     "activation": set(),
+    "low_rank": {"torch"},
     "grouped": {"torch"},
     "experts": {"torch"},
     "routing": {"torch"},
     "models": {"torch", "transformers", "peft"},
 }
-HOT = ("kernels", "accumulate", "experts", "grouped", "routing", "models")
+HOT = ("kernels", "accumulate", "experts", "grouped", "low_rank", "routing", "models")
 SYNCHRONISES = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "masked_select"}
 
 
@@ -190,7 +194,7 @@ def test_modules_and_autograd_live_where_they_should(name):
         at = f"{where}:{node.lineno} {node.name}({', '.join(bases)})"
         if unit(name) != "models":
             assert not any(base.split(".")[-1] == "Module" for base in bases), at
-        if name not in ("experts", "grouped", "routing"):
+        if name not in ("experts", "grouped", "low_rank", "routing"):
             assert not any(base.split(".")[-1] == "Function" for base in bases), at
     for function, line in calls(name):
         if function in ("custom_op", "triton_op", "op"):

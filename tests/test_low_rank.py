@@ -8,7 +8,7 @@ import pytest
 import torch
 from ops import DTYPES, assert_close, gradients, in_double, moe, sample
 
-from moe_patch import reference
+from moe_patch import low_rank, reference
 from moe_patch.experts import fused_experts
 
 SIZES = [  # T, H, I, E, K, rank of gate_up, of down; 0: none
@@ -88,3 +88,29 @@ def test_compile_full_graph(device):
         gradients(out, d_out, *leaves, *low), gradients(expected, d_out, *leaves, *low)
     ):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+@pytest.mark.parametrize("scalings", [(1.0,), (0.5,), (2.0, 0.25)])
+def test_peft_s_packing(device, crossed, scalings):
+    """Against the einsum in PEFT's ParamWrapper.get_delta_weight."""
+    experts, wide, high = 3, 5, 4
+    adapters, formed = [], 0
+    for rank, scaling in zip((2, 3), scalings):
+        a = torch.randn(rank * experts, wide, device=device, requires_grad=True)
+        b = torch.randn(high, rank * experts, device=device, requires_grad=True)
+        adapters.append((a, b, scaling))
+        a, b = a.view(experts, rank, wide), b.view(high, rank, experts)
+        formed = formed + scaling * torch.einsum("ore,eri->eoi", b, a)
+    formed = formed.transpose(1, 2) if crossed else formed  # [E, N, K]
+    left, right = low_rank.factors(adapters, experts, torch.float32, crossed)
+    assert left.is_contiguous() and right.is_contiguous()
+    torch.testing.assert_close(right @ left, formed)
+    leaves = [leaf for *pair, _ in adapters for leaf in pair]
+    d_out = torch.randn_like(formed)
+    expected = torch.autograd.grad(formed, leaves, d_out)
+    torch.testing.assert_close(torch.autograd.grad(right @ left, leaves, d_out), expected)
+    half = low_rank.factors(adapters, experts, torch.float16, crossed)
+    assert all(factor.dtype == torch.float16 for factor in half)
+    grads = torch.autograd.grad([f.float().sum() for f in half], leaves)
+    assert [g.dtype for g in grads] == [torch.float32] * len(leaves)
