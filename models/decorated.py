@@ -134,7 +134,17 @@ def experts_forward(
     tensors = (hidden_states, up, down, top_k_index, top_k_weights)
     if why_by_parts(self):
         return by_parts(self, *tensors)
-    return fused_experts(*tensors, activation=activation_of(self), **low_rank_updates(self))
+    return fused_experts(
+        *tensors, activation=activation_of(self), **biases(self), **low_rank_updates(self)
+    )
+
+
+def biases(experts: nn.Module) -> dict[str, Tensor]:
+    """Arguments of `fused_experts`; none without them."""
+    if not experts.has_bias:
+        return {}
+    name = up_name(experts)
+    return {"gate_up_bias": getattr(experts, f"{name}_bias"), "down_bias": experts.down_proj_bias}
 
 
 def takes_low_rank(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) -> bool:
@@ -200,14 +210,8 @@ def why_not_form(experts: nn.Module) -> str | None:
 
 def why_by_parts(experts: nn.Module) -> str | None:
     """None when `fused_experts` computes all that the class does, else why `by_parts` does."""
-    if not experts.has_gate:
-        return "no gate"
-    if experts.has_bias:
-        return "biases"
-    if not experts.is_concatenated:
-        return "gate and up rows interleaved"
     if activation_of(experts) is None:
-        own = has_own_gate(experts)
+        own = experts.has_gate and has_own_gate(experts)
         return "a gate of its own" if own else f"the activation {_name(experts.act_fn)}"
     return None
 

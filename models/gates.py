@@ -17,7 +17,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from .. import reference
-from ..activation import ACTS, Activation
+from ..activation import ACTS, FORMS, Activation
 
 KNOWN = "_fused_activation"
 """Attribute of experts: (gate function, act_fn, limits and alphas, the activation or None)."""
@@ -25,10 +25,8 @@ KNOWN = "_fused_activation"
 SILU = "silu"
 
 _PROJECTIONS = {
-    "gate_up_proj",
-    "down_proj",
-    "gate_up_proj_bias",
-    "down_proj_bias",
+    *(f"{name}_proj" for name in ("gate_up", "up", "down")),
+    *(f"{name}_proj_bias" for name in ("gate_up", "up", "down")),
     "parametrizations",  # of these, by PEFT
 }
 
@@ -43,7 +41,7 @@ def activation_of(experts: nn.Module) -> str | None:
     gate, act_fn = type(experts)._apply_gate, getattr(experts, "act_fn", None)
     if "_apply_gate" in vars(experts):
         return None
-    if gate is _default_apply_gate and is_silu(act_fn):
+    if gate is _default_apply_gate and is_silu(act_fn) and form_of(experts) == FORMS[0]:
         return SILU
     known, numbers = vars(experts).get(KNOWN), _numbers(experts)
     if known is not None and known[0] is gate and known[1] is act_fn and known[2] == numbers:
@@ -60,6 +58,13 @@ def has_own_gate(experts: nn.Module) -> bool:
     return type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts)
 
 
+def form_of(experts: nn.Module) -> str:
+    """How rows of the first projection make pairs, as HF's decorator has it."""
+    if not experts.has_gate:
+        return "ungated"
+    return "concatenated" if experts.is_concatenated else "interleaved"
+
+
 def _numbers(experts: nn.Module) -> dict[str, float]:
     """What limits and alphas a gate may read."""
     own = vars(experts)
@@ -74,17 +79,19 @@ def _ask(experts: nn.Module) -> str | None:
     numbers = _numbers(experts)
     limits = tuple({number for name, number in numbers.items() if "limit" in name and number > 0})
     alphas = {1.702} | {number for name, number in numbers.items() if "alpha" in name}  # quick_gelu
-    probe = _probe(limits)
+    form = form_of(experts)
+    probe, ungated = _probe(limits, form), form == "ungated"
     try:
         with torch.no_grad():
-            answer = experts._apply_gate(probe.clone())
+            answer = (experts.act_fn if ungated else experts._apply_gate)(probe.clone())
     except Exception:  # whatever it needs, it is no function of gate and up alone
         return None
-    if not isinstance(answer, Tensor) or answer.shape != (len(probe), 2):
+    if not isinstance(answer, Tensor) or answer.shape != (len(probe), 4 if ungated else 2):
         return None
-    for act, limit, offset in itertools.product(ACTS, (None, *limits), (0.0, 1.0)):
+    limits, offsets = ((), (0.0,)) if ungated else (limits, (0.0, 1.0))
+    for act, limit, offset in itertools.product(ACTS, (None, *limits), offsets):
         for alpha in (1.0, *alphas) if act == "silu" else (1.0,):
-            activation = Activation(act, limit, alpha, offset)
+            activation = Activation(act, limit, alpha, offset, form)
             expected = reference.glu(probe, activation)
             if torch.allclose(answer.to(expected), expected, rtol=1e-5, atol=1e-6):  # some cast
                 return str(activation)
@@ -92,10 +99,11 @@ def _ask(experts: nn.Module) -> str | None:
 
 
 @functools.cache
-def _probe(limits: tuple[float, ...]) -> Tensor:
+def _probe(limits: tuple[float, ...], form: str) -> Tensor:
     """[N, 4] float64: two gates and two ups a row, near zero, in between and past the limits."""
     values = [0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 12.0, 200.0, *(1.25 * limit for limit in limits)]
     values = [0.0, *values, *(-value for value in values)]
     values = torch.tensor(values, dtype=torch.float64, device="cpu")
     gate, up = (each.reshape(-1) for each in torch.meshgrid(values, values, indexing="ij"))
-    return torch.stack([gate, gate.roll(7), up, up.roll(3)], dim=1)
+    pairs = [gate, gate.roll(7), up, up.roll(3)]
+    return torch.stack(pairs[::2] + pairs[1::2] if form == "interleaved" else pairs, dim=1)

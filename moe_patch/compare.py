@@ -264,7 +264,7 @@ def _expert(
     *biases: Tensor,
 ) -> Tensor:
     """[R, H] of one expert, given with its leading 1, for x [R, H] and weight [R, 1]."""
-    if not family.by_parts:
+    if not family.own_gate:
         only = torch.zeros(len(x), 1, dtype=torch.long, device=x.device)
         options = {"weight_on": family.weight_on, "activation": family.activation}
         return reference.fused_experts(x, up, down, only, weight, **options)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from . import kernels
 from .accumulate import Leaf, leaf, target
-from .activation import Activation, parse
+from .activation import Activation, constants
+from .checks import check
 from .grouped import DTYPES, expert_order, grouped_gemm, rows_contiguous, sort
-from .kernels import on_device, op, require
+from .kernels import on_device, op
 from .low_rank import LowRank
 from .order import ExpertOrder
 
@@ -35,20 +36,26 @@ def _by_sort(
     top_k_weights: Tensor,
     weight_on_input: bool,
     activation: str,
-    low: list[Tensor],
+    extra: list[Tensor],
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [T, H], pre-activation [S, 2I] or empty unless `save`, order buffer, x A^T of the two
-    low-rank updates [S, R], empty without)."""
+    low-rank updates [S, R], empty without).
+
+    `extra` is nothing, or both updates' A and B and both biases, empty where there is none.
+    """
     x, weights = rows_contiguous(hidden_states), top_k_weights.contiguous()
     order, buffer = sort(top_k_index, gate_up_proj.shape[0], x.dtype)
-    updates = [_update(x, order, *low[:2]), _update(x, order, *low[2:])]
+    updates = [_update(x, order, *extra[:2]), _update(x, order, *extra[2:4])]
+    biases = _biases(extra)
     act, pre = kernels.gate_up.gate_up(
         x, gate_up_proj, order, weights, weight_on_input=weight_on_input, save_pre=save,
-        activation=activation, low_rank=updates[0],
+        activation=activation, bias=biases[0], low_rank=updates[0],
     )  # fmt: skip
     rows = x.new_empty(act.shape[0], x.shape[1])
-    kernels.grouped_gemm.grouped_gemm(act, down_proj, order, out=rows, low_rank=updates[1])
+    kernels.grouped_gemm.grouped_gemm(
+        act, down_proj, order, out=rows, bias=biases[1], low_rank=updates[1]
+    )
     out = kernels.combine.combine(
         rows, order.slot_to_row, top_k_index.shape[1], None if weight_on_input else weights
     )
@@ -64,6 +71,11 @@ def _update(x: Tensor, order: ExpertOrder, a: Tensor | None = None, b: Tensor | 
     return kernels.tiles.LowRank(a.contiguous(), b.contiguous(), side)
 
 
+def _biases(extra: list[Tensor]) -> list[Tensor | None]:
+    """Of both projections, as kernels take them."""
+    return [b.contiguous() if b.numel() else None for b in extra[4:]] or [None, None]
+
+
 @op(lambda hidden_states, *_: hidden_states.new_empty(hidden_states.shape))
 def _experts_inference(
     hidden_states: Tensor,
@@ -73,21 +85,23 @@ def _experts_inference(
     top_k_weights: Tensor,
     weight_on_input: bool,
     activation: str,
-    low: list[Tensor],
+    extra: list[Tensor],
 ) -> Tensor:
     """out [T, H]; nothing is kept for a backward."""
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
-        if low or not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
-            return _by_sort(*tensors, weight_on_input, activation, low, False)[0]
+        adapted = any(factor.numel() for factor in extra[:4])
+        if adapted or not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
+            return _by_sort(*tensors, weight_on_input, activation, extra, False)[0]
+        gate_up_bias, down_bias = _biases(extra)
         return kernels.decode.decode(
             rows_contiguous(hidden_states), gate_up_proj, down_proj,
             top_k_index.contiguous(), top_k_weights.contiguous(), weight_on_input=weight_on_input,
-            activation=activation,
+            activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias,
         )  # fmt: skip
 
 
-def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, _, on_input, act, low):
+def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, _, on_input, act, extra):
     slots, (experts, inner, _) = top_k_index.numel(), gate_up_proj.shape
     numel = ExpertOrder.numel(
         slots, experts, kernels.tiles.block_m(slots, experts, hidden_states.dtype)
@@ -98,7 +112,7 @@ def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, _, on_inp
         top_k_index.new_empty(numel, dtype=torch.int32),
         *(
             hidden_states.new_empty((slots, a.shape[1]) if a.numel() else (0,))
-            for a in (low[::2] or (hidden_states.new_empty(0),) * 2)
+            for a in (extra[:4:2] or (hidden_states.new_empty(0),) * 2)
         ),
     )
 
@@ -112,19 +126,19 @@ def _experts_forward(
     top_k_weights: Tensor,
     weight_on_input: bool,
     activation: str,
-    low: list[Tensor],
+    extra: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [T, H], pre-activation [S, 2I], order buffer, the low-rank updates' x A^T)."""
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
-        return _by_sort(*tensors, weight_on_input, activation, low, True)
+        return _by_sort(*tensors, weight_on_input, activation, extra, True)
 
 
 def _fake_backward(
-    d_out, hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer, sides,
-    weight_on_input, activation, low, need
+    d_out, hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, pre, buffer, sides,
+    weight_on_input, activation, extra, need
 ):  # fmt: skip
-    inputs = (hidden_states, gate_up_proj, down_proj, top_k_weights, *low)
+    inputs = (hidden_states, gate_up_proj, down_proj, top_k_weights, *extra)
     return [
         (torch.empty_like(x) if x.dim() == 3 else x.new_empty(x.shape)) if n else x.new_empty(0)
         for x, n in zip(inputs, need)
@@ -137,20 +151,21 @@ def _experts_backward(
     hidden_states: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
+    top_k_index: Tensor,
     top_k_weights: Tensor,
     pre: Tensor,
     buffer: Tensor,
     sides: list[Tensor],
     weight_on_input: bool,
     activation: str,
-    low: list[Tensor],
+    extra: list[Tensor],
     need: list[bool],
 ) -> list[Tensor]:
-    """Gradients of (hidden_states, gate_up_proj, down_proj, top_k_weights, *low); empty if not
+    """Gradients of (hidden_states, gate_up_proj, down_proj, top_k_weights, *extra); empty if not
     needed."""
     grads = _gradients(
-        d_out, hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer, sides,
-        weight_on_input, activation, low, need, (None, None),
+        d_out, hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, pre, buffer,
+        sides, weight_on_input, activation, extra, need, (None, None),
     )  # fmt: skip
     return [hidden_states.new_empty(0) if grad is None else grad for grad in grads]
 
@@ -160,13 +175,14 @@ def _gradients(
     hidden_states: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
+    top_k_index: Tensor,
     top_k_weights: Tensor,
     pre: Tensor,
     buffer: Tensor,
     sides: list[Tensor],
     weight_on_input: bool,
     activation: str,
-    low: list[Tensor],
+    extra: list[Tensor],
     need: list[bool],
     leaves: tuple[Leaf | None, Leaf | None],
 ) -> list[Tensor | None]:
@@ -175,9 +191,10 @@ def _gradients(
     With y = x (W + B A)^T: dA = (dy B)^T x, dB = dy^T (x A^T), and dx = dy W + (dy B) A is a
     product with the transposed weight and its low-rank update A^T B^T.
     """
-    need_hidden, need_gate_up, need_down, need_weights, *need_low = need
-    need_a1, need_b1, need_a2, need_b2 = need_low or (False,) * 4
-    a1, b1, a2, b2 = low or (None,) * 4
+    need_hidden, need_gate_up, need_down, need_weights, *need_extra = need
+    need_a1, need_b1, need_a2, need_b2, *need_biases = need_extra or (False,) * 6
+    a1, b1, a2, b2, *_ = extra or (None,) * 4
+    _, down_bias = _biases(extra)
     grads: list[Tensor | None] = [None] * len(need)
     top_k, slots = top_k_weights.shape[1], top_k_weights.numel()
     with on_device(hidden_states.device):
@@ -191,12 +208,14 @@ def _gradients(
         d_pre, act, d_scale = kernels.dgate.dgate(
             d_out, down_proj, order, top_k_weights.contiguous(), pre,
             weight_on_input=weight_on_input, need_act=need_down or need_a2,
-            need_pre=need_hidden or need_gate_up or need_a1 or need_b1,
+            need_pre=need_hidden or need_gate_up or need_a1 or need_b1 or need_biases[0],
             need_scale=need_weights, activation=activation, low_rank=update,
         )  # fmt: skip
         if need_weights:
-            out = top_k_weights.new_empty(top_k_weights.shape)
-            grads[3] = kernels.combine.sum_partials(d_scale, order.slot_to_row, out)
+            out, start = top_k_weights.new_empty(top_k_weights.shape), None
+            if down_bias is not None:
+                start = _by_choice(d_out, down_bias, top_k_index)
+            grads[3] = kernels.combine.sum_partials(d_scale, order.slot_to_row, out, start)
         if need_down:
             out, add = target(down_proj, leaves[1])
             kernels.dw.dw(d_out, act, order, gather=top_k, out=out, add=add)
@@ -208,10 +227,16 @@ def _gradients(
         if need_b2:
             side, grads[7] = sides[1], torch.empty_like(b2)
             if not weight_on_input:
-                side = side * top_k_weights.reshape(-1, 1).index_select(0, order.row_to_slot).to(
-                    side.dtype
-                )
+                side = side * _in_order(top_k_weights, order, side.dtype)
             kernels.dw.dw(d_out, side, order, gather=top_k, out=grads[7])
+        if need_biases[1]:
+            grads[9] = torch.empty_like(extra[5], memory_format=torch.contiguous_format)
+            scale = _in_order(top_k_weights, order, d_out.dtype)
+            kernels.dw.dw(d_out, scale, order, gather=top_k, out=grads[9][:, :, None])
+        if need_biases[0]:
+            grads[8] = torch.empty_like(extra[4], memory_format=torch.contiguous_format)
+            ones = d_pre.new_ones(slots, 1)
+            kernels.dw.dw(ones, d_pre, order, out=grads[8][:, None])
         if need_gate_up:
             out, add = target(gate_up_proj, leaves[0])
             kernels.dw.dw(x, d_pre, order, gather=top_k, out=out.transpose(1, 2), add=add)
@@ -234,15 +259,29 @@ def _gradients(
     return grads
 
 
+def _in_order(weights: Tensor, order: ExpertOrder, dtype: torch.dtype) -> Tensor:
+    """[S, 1], in expert order."""
+    return weights.reshape(-1, 1).index_select(0, order.row_to_slot).to(dtype)
+
+
+def _by_choice(d_out: Tensor, bias: Tensor, index: Tensor) -> Tensor:
+    """<d_out[t], bias[index[t, k]]> [T, K] in float32, of dropped slots whatever."""
+    if d_out.is_cuda and d_out.dtype != torch.float32:
+        products = torch.mm(d_out, bias.T, out_dtype=torch.float32)
+    else:
+        products = d_out.float() @ bias.float().T
+    return products.gather(1, index.long().clamp(0, len(bias) - 1))
+
+
 class _FusedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_states, gate_up_proj, down_proj, index, weights, on_input, act, *low):
+    def forward(ctx, hidden_states, gate_up_proj, down_proj, index, weights, on_input, act, *extra):
         options = on_input, act
         out, pre, buffer, *sides = _experts_forward(
-            hidden_states, gate_up_proj, down_proj, index, weights, *options, list(low)
+            hidden_states, gate_up_proj, down_proj, index, weights, *options, list(extra)
         )
-        kept = (hidden_states, gate_up_proj, down_proj, weights, pre, buffer)
-        ctx.save_for_backward(*kept, *(sides if low else ()), *low)
+        kept = (hidden_states, gate_up_proj, down_proj, index, weights, pre, buffer)
+        ctx.save_for_backward(*kept, *(sides if extra else ()), *extra)
         ctx.options = options
         ctx.leaves = leaf(gate_up_proj), leaf(down_proj)
         return out
@@ -250,22 +289,19 @@ class _FusedExperts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
-        hidden, gate_up, down, _, weights, _, _, *factors = ctx.needs_input_grad
-        need = [hidden, gate_up, down, weights, *factors]
-        hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer, *rest = (
-            ctx.saved_tensors  # once: checkpointing gives each tensor back once
-        )
-        tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, pre, buffer)
-        sides, low = rest[:2], rest[2:]
-        arguments = (d_out, *tensors, sides, *ctx.options, low, need)
+        hidden, gate_up, down, _, weights, _, _, *others = ctx.needs_input_grad
+        need = [hidden, gate_up, down, weights, *others]
+        saved = ctx.saved_tensors  # once: checkpointing gives each tensor back once
+        tensors, sides, extra = saved[:7], list(saved[7:9]), list(saved[9:])
+        arguments = (d_out, *tensors, sides, *ctx.options, extra, need)
         if torch.compiler.is_compiling():
             grads = _experts_backward(*arguments)
         else:
             grads = _gradients(*arguments, ctx.leaves)
-        d_hidden, d_gate_up, d_down, d_weights, *d_low = (
+        d_hidden, d_gate_up, d_down, d_weights, *d_extra = (
             grad if wanted else None for grad, wanted in zip(grads, need)
         )
-        return d_hidden, d_gate_up, d_down, None, d_weights, None, None, *d_low
+        return d_hidden, d_gate_up, d_down, None, d_weights, None, None, *d_extra
 
 
 def fused_experts(
@@ -277,6 +313,8 @@ def fused_experts(
     *,
     weight_on: str = "output",
     activation: Activation | str = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     gate_up_low_rank: LowRank | None = None,
     down_low_rank: LowRank | None = None,
 ) -> Tensor:
@@ -284,8 +322,9 @@ def fused_experts(
 
     Args:
         hidden_states: [T, H], bfloat16, float16 or float32. Cast to the weights' dtype.
-        gate_up_proj: [E, 2I, H], gate rows first. Any strides: pass a transposed view of weights
-            stored [E, H, 2I]; no copy is made.
+        gate_up_proj: [E, 2I, H], gate rows first unless the activation says otherwise ([E, I, H]
+            when it is ungated). Any strides: pass a transposed view of weights stored [E, H, 2I];
+            no copy is made.
         down_proj: [E, H, I], dtype and device of gate_up_proj.
         top_k_index: [T, K] integer. Ids outside 0 .. E-1 (expert-parallel sentinels) are dropped:
             they add exact zeros and get zero gradients. An expert may come twice in a token.
@@ -293,7 +332,9 @@ def fused_experts(
         weight_on: "output" multiplies each expert's output by its weight; "input" its input
             (Llama4), in float32 after the first product.
         activation: a moe_patch.activation.Activation instead of silu(gate) * up, or its act:
-            "silu", "gelu", "gelu_tanh", "relu".
+            "silu", "gelu", "gelu_tanh", "relu", "relu2".
+        gate_up_bias, down_bias: [E, 2I] and [E, H], of the experts' projections; not with
+            weight_on="input".
         gate_up_low_rank, down_low_rank: LoRA: (A [E, R, H], B [E, 2I, R]) and (A [E, R, I],
             B [E, H, R]), with its scaling in one of them; cast to the weights' dtype.
 
@@ -307,76 +348,27 @@ def fused_experts(
         TypeError: unsupported or mixed dtypes.
         RuntimeError: the kernels cannot run on this device.
     """
-    _check(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, weight_on)
     options = weight_on == "input", str(activation)
-    if not torch.compiler.is_compiling():
-        parse(options[1])  # or raises
+    if torch.compiler.is_compiling():  # which does not follow the cache behind `constants`
+        ungated = options[1].endswith("ungated")
+    else:
+        ungated = constants(options[1])["FORM"] == "ungated"  # or raises
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
+    check(*tensors, weight_on, 1 if ungated else 2, gate_up_bias, down_bias)
     dtype = gate_up_proj.dtype
     if torch.is_autocast_enabled(hidden_states.device.type):
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
         gate_up_proj, down_proj = gate_up_proj.to(dtype), down_proj.to(dtype)
     x = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
     tensors = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    low = []
-    if gate_up_low_rank or down_low_rank:
-        none = x.new_empty(0), x.new_empty(0)
-        pairs = (gate_up_low_rank or none, down_low_rank or none)
-        low = [factor.to(dtype) for pair in pairs for factor in pair]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *low)):
-        out = _FusedExperts.apply(*tensors, *options, *low)
+    none = None, None
+    extra = [*(gate_up_low_rank or none), *(down_low_rank or none), gate_up_bias, down_bias]
+    if any(tensor is not None for tensor in extra):
+        extra = [x.new_empty(0) if t is None else t.to(dtype) for t in extra]
     else:
-        out = _experts_inference(*tensors, *options, low)
+        extra = []
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *extra)):
+        out = _FusedExperts.apply(*tensors, *options, *extra)
+    else:
+        out = _experts_inference(*tensors, *options, extra)
     return out if out.dtype == hidden_states.dtype else out.to(hidden_states.dtype)
-
-
-def _check(
-    hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    weight_on: str,
-) -> None:
-    if weight_on not in ("output", "input"):
-        raise ValueError(f"weight_on is {weight_on!r}, use 'output' or 'input'.")
-    if hidden_states.dim() != 2 or gate_up_proj.dim() != 3 or down_proj.dim() != 3:
-        raise ValueError(
-            "fused_experts takes hidden_states [T, H], gate_up_proj [E, 2I, H] and down_proj "
-            f"[E, H, I], found {tuple(hidden_states.shape)}, {tuple(gate_up_proj.shape)} and "
-            f"{tuple(down_proj.shape)}."
-        )
-    (tokens, hidden), (experts, inner, _) = hidden_states.shape, gate_up_proj.shape
-    if gate_up_proj.shape[2] != hidden or down_proj.shape != (experts, hidden, inner // 2):
-        raise ValueError(
-            f"hidden_states {tuple(hidden_states.shape)} needs gate_up_proj [E, 2I, {hidden}] and "
-            f"down_proj [E, {hidden}, I], found {tuple(gate_up_proj.shape)} and "
-            f"{tuple(down_proj.shape)}: pass weights stored the other way as .transpose(1, 2)."
-        )
-    if inner % 2:
-        raise ValueError(f"gate_up_proj has {inner} rows an expert, an even number is needed.")
-    if top_k_index.dim() != 2 or top_k_index.shape[0] != tokens:
-        raise ValueError(
-            f"top_k_index must be [{tokens}, K], one row a token, found {tuple(top_k_index.shape)}."
-        )
-    if top_k_weights.shape != top_k_index.shape:
-        raise ValueError(
-            f"top_k_weights {tuple(top_k_weights.shape)} must have the shape of top_k_index "
-            f"{tuple(top_k_index.shape)}."
-        )
-    if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool:
-        raise TypeError(f"top_k_index is {top_k_index.dtype}, an integer dtype is needed.")
-    if gate_up_proj.dtype not in DTYPES or gate_up_proj.dtype != down_proj.dtype:
-        raise TypeError(
-            f"gate_up_proj is {gate_up_proj.dtype} and down_proj {down_proj.dtype}: both must be "
-            "the same one of bfloat16, float16 and float32."
-        )
-    if hidden_states.dtype not in DTYPES or top_k_weights.dtype not in DTYPES:
-        raise TypeError(
-            f"hidden_states is {hidden_states.dtype} and top_k_weights {top_k_weights.dtype}: "
-            "each must be bfloat16, float16 or float32."
-        )
-    tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    if len({tensor.device for tensor in tensors}) > 1:
-        found = ", ".join(str(tensor.device) for tensor in tensors)
-        raise ValueError(f"all tensors must be on one device, found {found}.")
-    require(hidden_states.device)

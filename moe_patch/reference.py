@@ -76,17 +76,22 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int) -> ExpertOr
 
 
 def glu(gate_up: Tensor, activation: Activation | str = "silu") -> Tensor:
-    """Gated activation of [..., 2I] -> [..., I] (Shazeer 2020, arXiv:2002.05202)."""
+    """Gated activation of [..., 2I] -> [..., I] (Shazeer 2020, arXiv:2002.05202), or ungated."""
     found = parse(str(activation))
-    gate, up = gate_up.chunk(2, dim=-1)
+    if found.form == "ungated":
+        gate, up = gate_up, 1.0
+    elif found.form == "interleaved":
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    else:
+        gate, up = gate_up.chunk(2, dim=-1)
     if found.limit is not None:
         gate, up = gate.clamp(max=found.limit), up.clamp(-found.limit, found.limit)
     if found.offset:
         up = up + found.offset
     if found.act == "silu":
         gate = gate * (found.alpha * gate).sigmoid() if found.alpha != 1 else F.silu(gate)
-    elif found.act == "relu":
-        gate = F.relu(gate)
+    elif found.act.startswith("relu"):
+        gate = F.relu(gate) ** (2 if found.act == "relu2" else 1)
     else:
         gate = F.gelu(gate, approximate="tanh" if found.act == "gelu_tanh" else "none")
     return gate * up
@@ -128,6 +133,8 @@ def fused_experts(
     *,
     weight_on: str = "output",
     activation: Activation | str = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     gate_up_low_rank: tuple[Tensor, Tensor] | None = None,
     down_low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
@@ -144,7 +151,10 @@ def fused_experts(
         rows = x[token]
         if weight_on == "input":
             rows = (rows * weight).to(x.dtype)
-        rows = glu(rows @ gate_up_proj[expert].T, activation) @ down_proj[expert].T
+        rows = rows @ gate_up_proj[expert].T
+        rows = rows if gate_up_bias is None else rows + gate_up_bias[expert]
+        rows = glu(rows, activation) @ down_proj[expert].T
+        rows = rows if down_bias is None else rows + down_bias[expert]
         out = out.index_add(
             0, token, rows * weight if weight_on == "output" else rows.to(out.dtype)
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .models.decorated import ExpertsConfig, is_decorated, why_by_parts
+from .models.decorated import ExpertsConfig, is_decorated
 from .models.gates import activation_of
 from .models.parts import up_name
 from .patcher import unpatch
@@ -71,7 +71,7 @@ class Family:
     weight_on: str = "output"
     shared_expert: bool = False
     activation: str = "silu"
-    by_parts: bool = False  # the class's own gate between two products, perhaps with biases
+    own_gate: bool = False  # the class's own gate between two products, perhaps with biases
 
     def weights(self, logits: Tensor, index: Tensor) -> Tensor:
         """Routing weights [T, K] of the chosen experts, in the precision of the logits."""
@@ -93,8 +93,9 @@ def family_of(block: nn.Module) -> Family:
     experts = find_experts(block)
     if not is_decorated(experts):
         return Family()
-    known = activation_of(experts) if experts.has_gate else None
-    return Family(activation=known or "silu", by_parts=bool(why_by_parts(experts)))
+    plain = experts.has_gate and experts.is_concatenated and not experts.has_bias
+    known = activation_of(experts) if plain else None
+    return Family(activation=known or "silu", own_gate=known is None)
 
 
 def find_experts(block: nn.Module) -> nn.Module | None:

@@ -89,6 +89,7 @@ def _of(module: ModuleType, family: str) -> Iterator[Support]:
         gate = f"by parts: {parts}" if parts else ""
         if not (reason or parts):
             gate = _formula(gates.activation_of(experts))
+            gate += ", biases" if experts.has_bias else ""
         yield Support(family, cls.__name__, gate, router, reason)
     swapped = [cls for cls in classes if cls in SWAPS and cls.__name__.endswith("Moe")]
     for cls in swapped:
@@ -139,9 +140,12 @@ def _parts(config: Any) -> Iterator[Any]:
 def _formula(activation: str) -> str:
     """silu(gate) * up, and what the family does to them."""
     found = parse(activation)
+    if found.form == "ungated":
+        return f"{found.act}, no gate"
     text = f"{found.act}(gate) * up"
     if found.alpha != 1:
         text = f"gate * sigmoid({found.alpha:g} gate) * up"
     if found.offset:
         text = text.replace("up", f"(up + {found.offset:g})")
-    return text if found.limit is None else f"{text}, clamped at {found.limit:g}"
+    text += "" if found.limit is None else f", clamped at {found.limit:g}"
+    return text if found.form == "concatenated" else f"{text}, {found.form}"

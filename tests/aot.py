@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_patch import experts, routing
+from moe_patch.activation import parse
 from moe_patch.kernels import launch as launcher
 from moe_patch.kernels import tiles
 
@@ -87,7 +88,7 @@ def record(launches):
 
 
 def moe_launches(
-    tokens, hidden, inner, num_experts, top_k, dtype, llama4=False, rank=0, act="silu"
+    tokens, hidden, inner, num_experts, top_k, dtype, llama4=False, rank=0, act="silu", biased=False
 ):
     """Every launch of one forward and backward, routing included."""
     launches = []
@@ -98,22 +99,28 @@ def moe_launches(
             index, weights = routing._select_experts(logits, top_k, llama4, not llama4, dtype)
             routing._select_experts_backward(logits, index, weights, llama4, not llama4)
             x = torch.empty(tokens, hidden, dtype=dtype)
-            if llama4:
-                w1 = torch.empty(num_experts, hidden, 2 * inner, dtype=dtype).transpose(1, 2)
+            width = parse(act).rows(inner)
+            if llama4 or biased:
+                w1 = torch.empty(num_experts, hidden, width, dtype=dtype).transpose(1, 2)
                 w2 = torch.empty(num_experts, inner, hidden, dtype=dtype).transpose(1, 2)
             else:
-                w1 = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)
+                w1 = torch.empty(num_experts, width, hidden, dtype=dtype)
                 w2 = torch.empty(num_experts, hidden, inner, dtype=dtype)
-            low, need = [], [True] * 4
+            extra, need = [], [True] * 4
             if rank:  # the experts themselves are frozen
                 sizes = ((rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank))
-                low = [torch.empty(num_experts, *size, dtype=dtype) for size in sizes]
-                need = [True, False, False, True] + [True] * 4
-            experts._experts_inference(x, w1, w2, index, weights, llama4, act, low)
-            kept = experts._experts_forward(x, w1, w2, index, weights, llama4, act, low)
+                extra = [torch.empty(num_experts, *size, dtype=dtype) for size in sizes]
+                extra += [torch.empty(0, dtype=dtype)] * 2
+                need = [True, False, False, True] + [True] * 4 + [False] * 2
+            if biased:
+                extra = [torch.empty(0, dtype=dtype)] * 4
+                extra += [torch.empty(num_experts, size, dtype=dtype) for size in (width, hidden)]
+                need = [True] * 4 + [False] * 4 + [True] * 2
+            experts._experts_inference(x, w1, w2, index, weights, llama4, act, extra)
+            kept = experts._experts_forward(x, w1, w2, index, weights, llama4, act, extra)
             _, pre, buffer, *sides = kept
             experts._experts_backward(
-                x, x, w1, w2, weights, pre, buffer, sides, llama4, act, low, need
+                x, x, w1, w2, index, weights, pre, buffer, sides, llama4, act, extra, need
             )
     finally:
         JITFunction.run = original
@@ -142,6 +149,14 @@ SHAPES = {  # tokens, hidden, inner, experts, top_k
     "decode": (1, 2048, 768, 128, 8),
     "one_token": (1, 5120, 8192, 16, 1),
     "lora": (8192, 2048, 768, 128, 8),
+    "gpt_oss": (4096, 2880, 2880, 32, 4),
+    "gpt_oss_decode": (1, 2880, 2880, 32, 4),
+    "nemotron_h": (4096, 2688, 1856, 128, 6),
+    "nemotron_h_decode": (1, 2688, 1856, 128, 6),
+}
+ACTS = {
+    "gpt_oss": "silu 7.0 1.702 1.0 interleaved",
+    "nemotron_h": "relu2 None 1.0 0.0 ungated",
 }
 
 
@@ -161,6 +176,8 @@ def main():
                 getattr(torch, dtype),
                 shape in ("llama4_scout", "one_token"),
                 16 if shape == "lora" else 0,
+                ACTS.get(shape.removesuffix("_decode"), "silu"),
+                shape.startswith("gpt_oss"),
             )
             for launch in moe_launches(*arguments):
                 key = repr((launch[0].__name__, *launch[1:]))

@@ -117,14 +117,16 @@ def compare() -> None:
     launch.Launch.__call__ = both_ways
     for tokens, transposed in ((1100, False), (90, True), (1, False)):
         arguments = moe("cpu", torch.bfloat16, tokens, 128, 64, 2, 1, transposed=transposed)
-        x, gate_up, down, _, weights = tensors = [t.detach() for t in arguments.values()]
+        x, gate_up, down, index, weights = tensors = [t.detach() for t in arguments.values()]
         factors = ((8, 128), (128, 8), (8, 64), (128, 8))
-        for low in ([], [torch.zeros(2, *size).bfloat16() for size in factors]):
+        factors = [torch.zeros(2, *size).bfloat16() for size in factors] + [x.new_empty(0)] * 2
+        for low in ([], factors):
             on_input = transposed or bool(low)  # else torch would index by what no kernel wrote
             experts._experts_inference(*tensors, on_input, "silu", low)
             out, pre, buffer, *sides = experts._experts_forward(*tensors, on_input, "silu", low)
-            kept = pre, buffer, sides, on_input, "silu", low, [True] * (4 + len(low))
-            experts._experts_backward(out, x, gate_up, down, weights, *kept)
+            need = [True] * (4 + len(low[:4])) + [False] * len(low[4:])
+            kept = pre, buffer, sides, on_input, "silu", low, need
+            experts._experts_backward(out, x, gate_up, down, index, weights, *kept)
         logits = torch.randn(tokens, 2, requires_grad=True)
         routing.select_experts(logits, 1)[1].sum().backward()
     for name, count in sorted(compared.items()):

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_patch.activation import Activation
+
+SWIGLU = Activation()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # rms error over rms truth that honest float32 accumulation stays under; x 0.99 does not
 BOUND = {torch.float32: 3e-6, torch.float16: 0.7 * 2**-10, torch.bfloat16: 0.7 * 2**-7}
@@ -40,6 +43,8 @@ def moe(
     transposed: bool = False,
     routing: str = "random",
     grad: bool = True,
+    act: Activation = SWIGLU,
+    biased: bool = False,
 ) -> dict[str, Tensor]:
     """Arguments of fused_experts; `routing` random, one (expert), repeat or sentinel."""
     draw = torch.Generator().manual_seed(tokens * 31 + hidden)
@@ -47,7 +52,7 @@ def moe(
     def normal(*shape: int, std: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=draw) * std).to(device, dtype)
 
-    gate_up = normal(num_experts, 2 * inner, hidden, std=hidden**-0.5)
+    gate_up = normal(num_experts, act.rows(inner), hidden, std=hidden**-0.5)
     down = normal(num_experts, hidden, inner, std=inner**-0.5)
     if transposed:  # the same logical weights, stored as Llama4 stores them
         gate_up = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
@@ -67,6 +72,9 @@ def moe(
         "top_k_index": index.to(device),
         "top_k_weights": weights,
     }
+    if biased:
+        arguments["gate_up_bias"] = normal(num_experts, act.rows(inner), std=0.5)
+        arguments["down_bias"] = normal(num_experts, hidden, std=0.5)
     for tensor in arguments.values():
         tensor.requires_grad_(grad and tensor.is_floating_point())
     return arguments

@@ -23,12 +23,15 @@ def one_thread_fixture():
     torch.set_num_threads(threads)
 
 
-def honest(x, gate_up, down, index, weights, *, weight_on="output", activation="silu", **low_rank):
+def honest(x, gate_up, down, index, weights, *, weight_on="output", activation="silu", **more):
     """float32 inside, one rounding at the end: what a fused kernel does."""
     tensors = (x.float(), gate_up.float(), down.float(), index, weights.float())
-    low_rank = {n: pair and tuple(z.float() for z in pair) for n, pair in low_rank.items()}
+    for name, value in more.items():
+        if value is not None:
+            pair = isinstance(value, tuple)
+            more[name] = tuple(z.float() for z in value) if pair else value.float()
     options = {"weight_on": weight_on, "activation": activation}
-    return reference.fused_experts(*tensors, **options, **low_rank).to(x.dtype)
+    return reference.fused_experts(*tensors, **options, **more).to(x.dtype)
 
 
 def choose(logits, top_k, *, score="softmax", renormalize=False, dtype=None):

@@ -190,9 +190,9 @@ class OwnGate(nn.Module):
 
 BY_PARTS = [
     ({}, None),
-    ({"has_bias": True}, "biases"),
-    ({"is_concatenated": False}, "gate and up rows interleaved"),
-    ({"has_gate": False, "weights": "up_proj"}, "no gate"),
+    ({"has_bias": True}, None),
+    ({"is_concatenated": False}, "the activation SiLUActivation"),  # whose gate takes halves
+    ({"has_gate": False, "weights": "up_proj"}, None),
     ({"base": OwnGate}, "a gate of its own"),
 ]
 

@@ -31,12 +31,12 @@ CONFIG = {
 }
 CLASSES = decorated_classes()
 OTHERS = {  # families whose gate is not silu(gate) * up: the fused activation that it is
-    "DeepseekV4Experts": "silu 0.5 1.0 0.0",
-    "DiffusionGemmaTextExperts": "gelu_tanh None 1.0 0.0",
-    "Gemma4TextExperts": "gelu_tanh None 1.0 0.0",
-    "Glm5NextTextExperts": "silu 0.5 1.0 0.0",
-    "HYV4Experts": "silu 0.5 1.0 0.0",
-    "MiniMaxM3VLExperts": "silu 0.5 1.702 1.0",
+    "DeepseekV4Experts": "silu 0.5 1.0 0.0 concatenated",
+    "DiffusionGemmaTextExperts": "gelu_tanh None 1.0 0.0 concatenated",
+    "Gemma4TextExperts": "gelu_tanh None 1.0 0.0 concatenated",
+    "Glm5NextTextExperts": "silu 0.5 1.0 0.0 concatenated",
+    "HYV4Experts": "silu 0.5 1.0 0.0 concatenated",
+    "MiniMaxM3VLExperts": "silu 0.5 1.702 1.0 concatenated",
 }
 
 
@@ -71,7 +71,9 @@ def test_other_gates_give_hugging_face_s_results(module, name, device, ran):
     assert KNOWN not in vars(experts)
 
 
-@pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "quick_gelu"])
+@pytest.mark.parametrize(
+    "act", ["gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "quick_gelu"]
+)
 def test_every_activation_that_a_config_may_name(act, device):
     experts = Qwen3MoeExperts(SimpleNamespace(**CONFIG | {"hidden_act": act})).to(device)
     for parameter in experts.parameters():
@@ -95,7 +97,7 @@ def test_the_gate_is_asked_again_when_it_changes():
     experts = build(module, name)
     for limit in (0.5, 3.0):
         experts.limit = limit
-        assert activation_of(experts) == f"silu {limit} 1.0 0.0"
+        assert activation_of(experts) == f"silu {limit} 1.0 0.0 concatenated"
 
 
 class Learned(nn.Module):
@@ -135,4 +137,7 @@ def test_compiles_without_graph_breaks(device, monkeypatch):
 @pytest.mark.parametrize("limit", [0.03, 7.0, 1e4])
 def test_a_limit_is_seen_however_far(limit):
     module, name = next(c for c in CLASSES if c[1] == "DeepseekV4Experts")
-    assert activation_of(build(module, name, swiglu_limit=limit)) == f"silu {limit} 1.0 0.0"
+    assert (
+        activation_of(build(module, name, swiglu_limit=limit))
+        == f"silu {limit} 1.0 0.0 concatenated"
+    )

@@ -1,4 +1,4 @@
-"""Experts with biases, interleaved halves, no gate or a gate of their own: by parts, and exact."""
+"""Experts with biases, interleaved halves or no gate, fused; with a gate of their own, by parts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ops import assert_close
+from plain import honest, use_fixture  # noqa: F401
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.activations import ACT2FN
@@ -17,6 +18,7 @@ import moe_patch
 from moe_patch.grouped import add_bias, expert_order
 from moe_patch.models import decorated
 from moe_patch.models.decorated import why_by_parts
+from moe_patch.models.gates import activation_of
 
 CONFIG = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
@@ -29,9 +31,9 @@ CONFIG = {
     "_experts_implementation": "grouped_mm",
 }
 FAMILIES = {
-    "gpt_oss": ("GptOssExperts", "biases"),
-    "openai_privacy_filter": ("OpenAIPrivacyFilterExperts", "biases"),
-    "nemotron_h": ("NemotronHExperts", "no gate"),
+    "gpt_oss": ("GptOssExperts", "silu 7.0 1.702 1.0 interleaved"),
+    "openai_privacy_filter": ("OpenAIPrivacyFilterExperts", "silu 7.0 1.702 1.0 concatenated"),
+    "nemotron_h": ("NemotronHExperts", "relu2 None 1.0 0.0 ungated"),
 }
 
 
@@ -90,10 +92,12 @@ def test_hugging_face_s_results(family, device, dropped, ran):
     expected[2] = expected[2].masked_fill(gone, 0)
     report = moe_patch.patch(experts)
     assert report.fused and not report.skipped
-    assert why_by_parts(experts) == FAMILIES.get(family, ("", "a gate of its own"))[1]
+    own = family == "learned"
+    assert why_by_parts(experts) == ("a gate of its own" if own else None)
+    assert own or activation_of(experts) == FAMILIES[family][1]
     for ours, theirs in zip(results(experts, hidden, index, weights), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * float(theirs.abs().max()))
-    assert ran == ["by_parts"]
+    assert ran == ["by_parts" if own else "fused_experts"]
 
 
 @pytest.mark.parametrize(
@@ -110,10 +114,24 @@ def test_the_law_holds_biases_included(family, dtype, device):
     assert {f"d_{name}" for name, _ in experts.named_parameters()} <= names
 
 
-def test_a_bias_law_can_fail(device, monkeypatch):
+def test_by_parts_is_the_same_function(device, monkeypatch):
+    """Biases and other forms are fused where the gate is known, and not only there."""
+    for family in FAMILIES:
+        experts, arguments = build(family, device), routed(device, dropped=True)
+        moe_patch.patch(experts)
+        expected = results(experts, *arguments)
+        with monkeypatch.context() as patched:
+            patched.setattr(decorated, "why_by_parts", lambda _: "asked to")
+            for ours, theirs in zip(results(experts, *arguments), expected, strict=True):
+                atol = 2e-5 * float(theirs.abs().max())
+                torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["gate_up_bias", "down_bias"])
+def test_a_bias_law_can_fail(name, device, use):
     """The check sees a bias that is left out."""
     experts = build("gpt_oss", device)
-    monkeypatch.setattr("moe_patch.models.parts.add_bias", lambda rows, *args, **more: rows)
+    use(lambda *args, **more: honest(*args, **more | {name: None}))
     assert not moe_patch.check_parity(experts, tokens=70).passed
 
 
@@ -192,13 +210,14 @@ def test_whole_gpt_oss(device):
     torch.testing.assert_close(run()[0], logits, rtol=0, atol=0)
 
 
-def test_lora_on_such_experts_is_peft_s(device, monkeypatch):
+@pytest.mark.parametrize("family", ["gpt_oss", "learned"])
+def test_lora_on_such_experts(family, device, ran):
     from peft import LoraConfig, get_peft_model
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.experts = build("gpt_oss", device)
+            self.experts = build(family, device)
 
         def forward(self, *arguments):
             return self.experts(*arguments)
@@ -210,10 +229,13 @@ def test_lora_on_such_experts_is_peft_s(device, monkeypatch):
     model, arguments = get_peft_model(Model(), config), routed(device)
     expected = model(*arguments)
     assert moe_patch.patch(model).fused
-    calls, original = [], decorated.by_parts
-    monkeypatch.setattr(decorated, "by_parts", lambda *a: calls.append(1) or original(*a))
-    torch.testing.assert_close(model(*arguments), expected, rtol=1e-4, atol=1e-4)
-    assert calls
+    adapters = [p for n, p in model.named_parameters() if "lora_" in n]
+    grads = torch.autograd.grad(expected.square().sum(), adapters)
+    out = model(*arguments)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    for ours, theirs in zip(torch.autograd.grad(out.square().sum(), adapters), grads):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+    assert ran == ["fused_experts" if family == "gpt_oss" else "by_parts"]
 
 
 def test_grouped_mm_is_the_yardstick(device):

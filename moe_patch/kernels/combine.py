@@ -50,10 +50,15 @@ def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | Non
 
 
 @triton.jit(do_not_specialize=["num_slots"])
-def sum_partials_kernel(partials, slot_to_row, out, num_slots, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip # noqa: E501
+def sum_partials_kernel(
+    partials, start, slot_to_row, out, num_slots,
+    COLUMNS: tl.constexpr, START: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(slot_to_row + slot, mask=slot < num_slots, other=-1)
     acc = tl.zeros([BLOCK], dtype=tl.float32)
+    if START:
+        acc += tl.load(start + slot, mask=row >= 0, other=0.0)
     for column in range(COLUMNS):
         acc += tl.load(partials + row.to(tl.int64) * COLUMNS + column, mask=row >= 0, other=0.0)
     tl.store(out + slot, acc.to(out.dtype.element_ty), mask=slot < num_slots)
@@ -62,11 +67,15 @@ def sum_partials_kernel(partials, slot_to_row, out, num_slots, COLUMNS: tl.const
 _sum_partials = launches(sum_partials_kernel)
 
 
-def sum_partials(partials: Tensor, slot_to_row: Tensor, out: Tensor) -> Tensor:
-    """out[slot] = sum of partials[slot_to_row[slot], :] in column order; zero for dropped slots."""
+def sum_partials(
+    partials: Tensor, slot_to_row: Tensor, out: Tensor, start: Tensor | None = None
+) -> Tensor:
+    """out[slot] = start[slot] + the sum of partials[slot_to_row[slot], :] in column order; zero for
+    dropped slots. `start` [S] is float32."""
     slots = slot_to_row.numel()
     if slots:
         block = min(256, power_of_two(slots))
-        start = _sum_partials(COLUMNS=partials.shape[1], BLOCK=block, num_warps=4)
-        start((cdiv(slots, block),), partials, slot_to_row, out, slots)
+        options = {"COLUMNS": partials.shape[1], "START": start is not None, "BLOCK": block}
+        launch = _sum_partials(**options, num_warps=4)
+        launch((cdiv(slots, block),), partials, start, slot_to_row, out, slots)
     return out

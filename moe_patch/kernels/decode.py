@@ -28,55 +28,74 @@ def _weights(at, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: t
 
 @triton.jit
 def decode_gate_up_kernel(
-    x, w, index, slot_weight, act,
+    x, w, bias, index, slot_weight, act,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
-    WEIGHT_ON_INPUT: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    FORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1)
     expert = tl.load(index + slot).to(tl.int64)
     if (expert >= 0) & (expert < E):
         n = tl.program_id(0) * BN + tl.arange(0, BN)
+        # rows of the weight: the gate's, in turn with up's, or all there are
+        WIDTH: tl.constexpr = 2 * BN if FORM == "interleaved" else BN
+        INNER: tl.constexpr = I if FORM == "ungated" else 2 * I
+        END: tl.constexpr = 2 * I if FORM == "interleaved" else I
+        m = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
         row = x + (slot // TOP_K).to(tl.int64) * STRIDE_X
-        rows = w + expert * STRIDE_E + n[:, None] * STRIDE_N
-        gate = tl.zeros([BN, BK], dtype=tl.float32)
+        rows = w + expert * STRIDE_E + m[:, None] * STRIDE_N
+        gate = tl.zeros([WIDTH, BK], dtype=tl.float32)
         up = tl.zeros([BN, BK], dtype=tl.float32)
         for k0 in range(0, H, BK):
             k = k0 + tl.arange(0, BK)
             a = tl.load(row + k, mask=k < H, other=0.0).to(tl.float32)[None, :]
             at = rows + k[None, :] * STRIDE_K
-            gate += _weights(at, n, k, I, H, BN, BK) * a
-            up += _weights(at + I * STRIDE_N, n, k, I, H, BN, BK) * a
+            gate += _weights(at, m, k, END, H, WIDTH, BK) * a
+            if FORM == "concatenated":
+                up += _weights(at + I * STRIDE_N, n, k, I, H, BN, BK) * a
         scale = tl.load(slot_weight + slot).to(tl.float32) if WEIGHT_ON_INPUT else 1.0
         gate, up = tl.sum(gate, axis=1) * scale, tl.sum(up, axis=1) * scale
+        if BIAS:
+            at = bias + expert * INNER + m
+            gate += tl.load(at, mask=m < END, other=0.0).to(tl.float32)
+            if FORM == "concatenated":
+                up += tl.load(at + I, mask=n < I, other=0.0).to(tl.float32)
+        if FORM == "interleaved":
+            gate, up = gate.reshape(BN, 2).split()
+        elif FORM == "ungated":
+            up = 1.0
         value, _, _ = glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
         tl.store(act + slot * I + n, value, mask=n < I)
 
 
 @triton.jit
 def decode_down_kernel(
-    act, w, index, slot_weight, out,
+    act, w, bias, index, slot_weight, out,
     STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
-    WEIGHTED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     acc = tl.zeros([BN, BK], dtype=tl.float32)
+    biases = tl.zeros([BN], dtype=tl.float32)
     for choice in range(TOP_K):
         slot = token * TOP_K + choice
         expert = tl.load(index + slot).to(tl.int64)
         if (expert >= 0) & (expert < E):
             scale = tl.load(slot_weight + slot).to(tl.float32) if WEIGHTED else 1.0
+            if BIAS:
+                value = tl.load(bias + expert * H + n, mask=n < H, other=0.0)
+                biases += value.to(tl.float32) * scale
             rows = w + expert * STRIDE_E + n[:, None] * STRIDE_N
             for k0 in range(0, I, BK):
                 k = k0 + tl.arange(0, BK)
                 a = tl.load(act + slot * I + k, mask=k < I, other=0.0) * scale
                 acc += _weights(rows + k[None, :] * STRIDE_K, n, k, H, I, BN, BK) * a[None, :]
     at = out + token.to(tl.int64) * H + n
-    tl.store(at, tl.sum(acc, axis=1).to(out.dtype.element_ty), mask=n < H)
+    tl.store(at, (tl.sum(acc, axis=1) + biases).to(out.dtype.element_ty), mask=n < H)
 
 
 def decodes(top_k_index: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> bool:
@@ -107,6 +126,8 @@ def decode(
     *,
     weight_on_input: bool,
     activation: str = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """fused_experts [T, H] -> [T, H] for the cases that `decodes` accepts; nothing is kept."""
     tokens, hidden = x.shape
@@ -114,14 +135,15 @@ def decode(
     inner = down_proj.shape[2]
     gate_up, down = _launches(
         hidden, inner, down_proj.shape[0], top_k, weight_on_input, activation,
+        gate_up_bias is not None, down_bias is not None,
         x.element_size(), x.stride(0), gate_up_proj.stride(), down_proj.stride(),
     )  # fmt: skip
     act = x.new_empty((tokens * top_k, inner), dtype=torch.float32)
     out = x.new_empty(x.shape)
     grid = (cdiv(inner, gate_up.constants["BN"]), tokens * top_k)
-    gate_up(grid, x, gate_up_proj, top_k_index, top_k_weights, act)
+    gate_up(grid, x, gate_up_proj, gate_up_bias, top_k_index, top_k_weights, act)
     grid = (cdiv(hidden, down.constants["BN"]), tokens)
-    down(grid, act, down_proj, top_k_index, top_k_weights, out)
+    down(grid, act, down_proj, down_bias, top_k_index, top_k_weights, out)
     return out
 
 
@@ -133,6 +155,8 @@ def _launches(
     top_k: int,
     weight_on_input: bool,
     activation: str,
+    gate_up_bias: bool,
+    down_bias: bool,
     itemsize: int,
     stride_x: int,
     *strides: tuple[int, int, int],
@@ -144,11 +168,11 @@ def _launches(
     first = Launch(
         decode_gate_up_kernel,
         STRIDE_X=stride_x, **gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
-        **constants(activation), **block,
+        BIAS=gate_up_bias, **constants(activation), **block,
     )  # fmt: skip
     block = _block(itemsize, inner, strides[1], down=True)
     second = Launch(
         decode_down_kernel,
-        **down, **sizes, WEIGHTED=not weight_on_input, **block,
+        **down, **sizes, WEIGHTED=not weight_on_input, BIAS=down_bias, **block,
     )  # fmt: skip
     return first, second

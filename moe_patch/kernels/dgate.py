@@ -1,4 +1,4 @@
-"""Backward through the down projection and SwiGLU in one kernel.
+"""Backward through the down projection and the activation in one kernel, here of SwiGLU.
 
 With dA'_r = dO[token_r] W_down (the routing weight s_r not applied yet) and [g | u] = pre_r:
   weight on output: act = silu(g) u,           dA = s dA',  d_s = <dA', act>,  act_out = s act
@@ -35,23 +35,36 @@ from .tiles import (
 
 
 @triton.jit
-def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    return x.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-
-
-@triton.jit
 def _epilogue(
-    d_act, rows, mask, scale, n, pre, d_pre, act,
+    d_act, rows, row_mask, scale, start, pre, d_pre, act,
     I: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, NEED_ACT: tl.constexpr, NEED_PRE: tl.constexpr,
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
-    mask = mask[:, None] & (n[None, :] < I)
-    at = rows.to(tl.int64)[:, None] * (2 * I) + n[None, :]
-    gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(pre + at + I, mask=mask, other=0.0).to(tl.float32)
+    BM: tl.constexpr = d_act.shape[0]
+    BN: tl.constexpr = d_act.shape[1]
+    n = start + tl.arange(0, BN)
+    mask = row_mask[:, None] & (n[None, :] < I)
+    if FORM == "interleaved":
+        wide = 2 * start + tl.arange(0, 2 * BN)
+        wide_mask = row_mask[:, None] & (wide[None, :] < 2 * I)
+        at = rows.to(tl.int64)[:, None] * (2 * I) + wide[None, :]
+        both = tl.load(pre + at, mask=wide_mask, other=0.0).to(tl.float32)
+        gate, up = both.reshape(BM, BN, 2).split()
+    else:
+        INNER: tl.constexpr = I if FORM == "ungated" else 2 * I
+        at = rows.to(tl.int64)[:, None] * INNER + n[None, :]
+        gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
+        if FORM == "ungated":
+            up = 1.0 + tl.zeros_like(gate)
+        else:
+            up = tl.load(pre + at + I, mask=mask, other=0.0).to(tl.float32)
     if WEIGHT_ON_INPUT:
-        value, by_gate, by_up = glu(gate * scale, up * scale, ACT, LIMIT, ALPHA, OFFSET)
+        up_scale = 1.0 if FORM == "ungated" else scale
+        value, by_gate, by_up = glu(gate * scale, up * up_scale, ACT, LIMIT, ALPHA, OFFSET)
         d_gate, d_up = d_act * by_gate, d_act * by_up
+        if FORM == "ungated":
+            d_up = tl.zeros_like(d_up)
         d_scale = tl.sum(tl.where(mask, d_gate * gate + d_up * up, 0.0), axis=1)
         d_gate *= scale
         d_up *= scale
@@ -62,12 +75,35 @@ def _epilogue(
         value *= scale
         d_gate, d_up = d_act * by_gate, d_act * by_up
     if NEED_PRE:
-        tl.store(d_pre + at, d_gate.to(d_pre.dtype.element_ty), mask=mask)
-        tl.store(d_pre + at + I, d_up.to(d_pre.dtype.element_ty), mask=mask)
+        if FORM == "interleaved":
+            both = tl.join(d_gate, d_up).reshape(BM, 2 * BN)
+            tl.store(d_pre + at, both.to(d_pre.dtype.element_ty), mask=wide_mask)
+        else:
+            tl.store(d_pre + at, d_gate.to(d_pre.dtype.element_ty), mask=mask)
+        if FORM == "concatenated":
+            tl.store(d_pre + at + I, d_up.to(d_pre.dtype.element_ty), mask=mask)
     if NEED_ACT:
         to = rows.to(tl.int64)[:, None] * I + n[None, :]
         tl.store(act + to, value.to(act.dtype.element_ty), mask=mask)
     return d_scale
+
+
+@triton.jit
+def _epilogues(
+    d_act, rows, mask, scale, start, pre, d_pre, act,
+    I: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, NEED_ACT: tl.constexpr, NEED_PRE: tl.constexpr,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+    FORM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """In column parts: over a whole tile the epilogue's registers would spill."""
+    if PARTS == 1:
+        return _epilogue(d_act, rows, mask, scale, start, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM)  # fmt: skip # noqa: E501
+    else:
+        BM: tl.constexpr = d_act.shape[0]
+        HALF: tl.constexpr = d_act.shape[1] // 2
+        left, right = d_act.reshape(BM, 2, HALF).permute(0, 2, 1).split()
+        total = _epilogues(left, rows, mask, scale, start, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM, PARTS // 2)  # fmt: skip # noqa: E501
+        return total + _epilogues(right, rows, mask, scale, start + HALF, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM, PARTS // 2)  # fmt: skip # noqa: E501
 
 
 @triton.jit
@@ -78,6 +114,7 @@ def dgate_kernel(
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
     NEED_PRE: tl.constexpr, NEED_ACT: tl.constexpr, NEED_SCALE: tl.constexpr, PARTS: tl.constexpr,
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
     TMA: tl.constexpr, K_MAJOR: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
@@ -109,19 +146,7 @@ def dgate_kernel(
         acc = low_rank_out(acc, side, low_b, low_side, expert, rows, mask, n, n < I, column == 0, I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
 
     scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
-    # in column parts: the epilogue's registers would spill over a whole tile
-    if PARTS == 4:
-        QUARTER: tl.constexpr = BN // 4
-        left, right = _halves(acc, BM, BN)
-        first, second = _halves(left, BM, BN // 2)
-        third, fourth = _halves(right, BM, BN // 2)
-        n = n0 + tl.arange(0, QUARTER)
-        total = _epilogue(first, rows, mask, scale, n, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
-        total += _epilogue(second, rows, mask, scale, n + QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
-        total += _epilogue(third, rows, mask, scale, n + 2 * QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
-        total += _epilogue(fourth, rows, mask, scale, n + 3 * QUARTER, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
-    else:
-        total = _epilogue(acc, rows, mask, scale, n0 + tl.arange(0, BN), pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
+    total = _epilogues(acc, rows, mask, scale, n0, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM, PARTS)  # fmt: skip # noqa: E501
     if NEED_SCALE:
         tl.store(d_scale + rows.to(tl.int64) * NUM_N + column, total, mask=mask)
 
@@ -143,10 +168,10 @@ def dgate(
     activation: str = "silu",
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(d_pre [S, 2I], act [S, I], d_scale partials [S, column tiles] float32) in expert order.
+    """(d_pre as pre, act [S, I], d_scale partials [S, column tiles] float32) in expert order.
 
-    d_out [T, H], down_proj [E, H, I], pre [S, 2I] as `gate_up` saved it. What is not needed comes
-    back empty; rows of dropped slots are not written. With `low_rank`, of the weight
+    d_out [T, H], down_proj [E, H, I], pre [S, 2I] or [S, I] as `gate_up` saved it. What is not
+    needed comes back empty; rows of dropped slots are not written. With `low_rank`, of the weight
     as the kernel sees it, [E, I, H]: A [E, R, H], B [E, I, R].
     """
     slots, (experts, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
@@ -161,13 +186,15 @@ def dgate(
         return d_pre, act, d_scale
     weight = down_proj.transpose(1, 2)  # [E, N = I, K = H]
     weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
+    told = constants(activation)
+    parts = 1 if tile.bn < 64 else 8 if told["FORM"] == "interleaved" else 4
     start = _launches(
         tile, d_out.dtype, dot_precision(d_out.dtype), weight.stride(),
         low_rank.rank if low_rank else 0,
         STRIDE_X=d_out.stride(0), H=hidden, I=inner, TOP_K=slots // d_out.shape[0],
         WEIGHT_ON_INPUT=weight_on_input,
         NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale,
-        PARTS=4 if tile.bn >= 64 else 1, TMA=tma, K_MAJOR=k_major, **constants(activation),
+        PARTS=parts, TMA=tma, K_MAJOR=k_major, **told,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * columns,),

@@ -1,4 +1,4 @@
-"""Gathered gate_up projection, gated in its epilogue: act = silu(x W_gate^T) * (x W_up^T)."""
+"""Gathered first projection, activated in its epilogue: act = silu(x W_gate^T) * (x W_up^T)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from .tiles import (
 
 @triton.jit
 def gate_up_kernel(
-    x, w, slot_weight, pre, act, low_a, low_b, low_side,
+    x, w, bias, slot_weight, pre, act, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
-    WEIGHT_ON_INPUT: tl.constexpr, SAVE_PRE: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr, SAVE_PRE: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+    FORM: tl.constexpr,
     TMA: tl.constexpr, K_MAJOR: tl.constexpr, ONE_DOT: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
@@ -52,22 +53,42 @@ def gate_up_kernel(
     x_rows = x + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X
 
     n0 = column * BN
+    WIDTH: tl.constexpr = BN if FORM == "ungated" else 2 * BN
+    INNER: tl.constexpr = I if FORM == "ungated" else 2 * I
     if R > 0:
         side = tl.zeros([BM, RP], dtype=tl.float32)
     if ONE_DOT:
-        both = tl.zeros([BM, 2 * BN], dtype=tl.float32)
+        both = tl.zeros([BM, WIDTH], dtype=tl.float32)
         for k in range(0, H, BK):
             a = load_rows(x_rows, k, H, BK, UPCAST)
-            b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, I, H, BN, BK, TMA, K_MAJOR, UPCAST, 2)  # fmt: skip # noqa: E501
+            if FORM == "concatenated":
+                b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, I, H, BN, BK, TMA, K_MAJOR, UPCAST, 2)  # fmt: skip # noqa: E501
+            else:
+                b = load_weight(w, expert, column * WIDTH, k, STRIDE_E, STRIDE_N, STRIDE_K, INNER, H, WIDTH, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
             both = dot(a, b, both, PRECISION)
             if R > 0:
                 side = low_rank_in(a, low_a, side, expert, k, H, R, BK, UPCAST, PRECISION)
-        if R > 0:
-            n = tl.arange(0, 2 * BN)
+        n = tl.arange(0, WIDTH)
+        if FORM == "concatenated":
             inside = n0 + n % BN < I
             n = n0 + n % BN + n // BN * I
-            both = low_rank_out(both, side, low_b, low_side, expert, rows, mask, n, inside, column == 0, 2 * I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
-        gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
+        else:
+            n += column * WIDTH
+            inside = n < INNER
+        if R > 0:
+            both = low_rank_out(both, side, low_b, low_side, expert, rows, mask, n, inside, column == 0, INNER, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
+        if BIAS:
+            value = tl.load(bias + expert.to(tl.int64) * INNER + n, mask=inside, other=0.0)
+            both += value.to(tl.float32)[None, :]
+        if SAVE_PRE:
+            at = rows.to(tl.int64)[:, None] * INNER + n[None, :]
+            tl.store(pre + at, both.to(pre.dtype.element_ty), mask=mask[:, None] & inside[None, :])
+        if FORM == "concatenated":
+            gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
+        elif FORM == "interleaved":
+            gate, up = both.reshape(BM, BN, 2).split()
+        else:
+            gate, up = both, 1.0
     else:  # N-major TMA boxes of the two halves cannot stand side by side in one operand
         gate = tl.zeros([BM, BN], dtype=tl.float32)
         up = tl.zeros([BM, BN], dtype=tl.float32)
@@ -83,17 +104,23 @@ def gate_up_kernel(
             n = n0 + tl.arange(0, BN)
             gate = low_rank_out(gate, side, low_b, low_side, expert, rows, mask, n, n < I, column == 0, 2 * I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
             up = low_rank_out(up, side, low_b, low_side, expert, rows, mask, n + I, n < I, False, 2 * I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
+        if BIAS:
+            n = n0 + tl.arange(0, BN)
+            at = bias + expert.to(tl.int64) * (2 * I) + n
+            gate += tl.load(at, mask=n < I, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(at + I, mask=n < I, other=0.0).to(tl.float32)[None, :]
 
     n = n0 + tl.arange(0, BN)[None, :]
     mask = mask[:, None] & (n < I)
     at = rows.to(tl.int64)[:, None]
-    if SAVE_PRE:
+    if SAVE_PRE and not ONE_DOT:
         tl.store(pre + at * (2 * I) + n, gate.to(pre.dtype.element_ty), mask=mask)
         tl.store(pre + at * (2 * I) + I + n, up.to(pre.dtype.element_ty), mask=mask)
     if WEIGHT_ON_INPUT:
         scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
         gate *= scale
-        up *= scale
+        if FORM != "ungated":
+            up *= scale
     value, _, _ = glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
     tl.store(act + at * I + n, value.to(act.dtype.element_ty), mask=mask)
 
@@ -110,33 +137,39 @@ def gate_up(
     weight_on_input: bool,
     save_pre: bool,
     activation: str = "silu",
+    bias: Tensor | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(act [S, I], pre [S, 2I] or empty) of x [T, H] and weight [E, 2I, H], rows in expert order.
+    I instead of 2I where the activation is ungated. `bias` [E, 2I] is contiguous.
 
     `slot_weight` [T, K] multiplies the input rows when `weight_on_input` (Llama4); `pre` is the
     projection without it. Rows of dropped slots are not written. With `low_rank` the weight is
     weight[e] + B[e] A[e].
     """
-    slots, inner, hidden = order.row_to_slot.numel(), weight.shape[1] // 2, weight.shape[2]
+    slots, (experts, width, hidden) = order.row_to_slot.numel(), weight.shape
+    told = constants(activation)
+    form = told["FORM"]
+    inner = width if form == "ungated" else width // 2
     act = x.new_empty(slots, inner)
-    pre = x.new_empty((slots, 2 * inner) if save_pre else (0,))
+    pre = x.new_empty((slots, width) if save_pre else (0,))
     if slots == 0:
         return act, pre
-    tile = choose(
-        "gate_up", order.block_m, slots // weight.shape[0], inner, hidden, x.dtype, x.device
-    )
-    one_dot = weight.stride(2) == 1 or not use_tma(x.device)
-    weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk, 2 if one_dot else 1)
+    name = "gemm" if form == "ungated" else "gate_up"
+    tile = choose(name, order.block_m, slots // experts, inner, hidden, x.dtype, x.device)
+    one_dot = form != "concatenated" or weight.stride(2) == 1 or not use_tma(x.device)
+    halves = 2 if one_dot and form == "concatenated" else 1
+    columns = 2 * tile.bn if form == "interleaved" else tile.bn
+    weights, tma, k_major = weight_operand(weight, columns, tile.bk, halves)
     start = _launches(
         tile, x.dtype, dot_precision(x.dtype), weight.stride(), low_rank.rank if low_rank else 0,
         STRIDE_X=x.stride(0), H=hidden, I=inner, TOP_K=slots // x.shape[0],
-        WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre,
-        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, **constants(activation),
+        WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre, BIAS=bias is not None,
+        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, **told,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * cdiv(inner, tile.bn),),
-        x, weights, slot_weight, pre, act, *low_rank_args(low_rank),
+        x, weights, bias, slot_weight, pre, act, *low_rank_args(low_rank),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return act, pre

@@ -27,11 +27,11 @@ from .tiles import (
 
 @triton.jit
 def grouped_gemm_kernel(
-    x, w, out, low_a, low_b, low_side,
+    x, w, bias, out, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
-    X_TMA: tl.constexpr, TMA: tl.constexpr, K_MAJOR: tl.constexpr,
+    BIAS: tl.constexpr, X_TMA: tl.constexpr, TMA: tl.constexpr, K_MAJOR: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -71,6 +71,9 @@ def grouped_gemm_kernel(
     n = n0 + tl.arange(0, BN)
     if R > 0:
         acc = low_rank_out(acc, side, low_b, low_side, expert, rows, mask, n, n < N, column == 0, N, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
+    if BIAS:
+        value = tl.load(bias + expert.to(tl.int64) * N + n, mask=n < N, other=0.0)
+        acc += value.to(tl.float32)[None, :]
     n = n[None, :]
     to = slot if SCATTER else rows
     at = to.to(tl.int64)[:, None] * N + n
@@ -88,9 +91,11 @@ def grouped_gemm(
     gather: int = 0,
     scatter: bool = False,
     out: Tensor,
+    bias: Tensor | None = None,
     low_rank: LowRank | None = None,
 ) -> Tensor:
-    """Writes x @ weight[e]^T into `out` [S, N] for weight [E, N, K] and returns it.
+    """Writes x @ weight[e]^T + bias[e] into `out` [S, N] for weight [E, N, K] and returns it.
+    `bias` [E, N] is contiguous.
 
     gather = 0: x [S, K] is in expert order; gather = d: row r is x[row_to_slot[r] // d] (d = top_k
     reads tokens, d = 1 slots). scatter: rows go to slot order instead of expert order. Rows of
@@ -106,11 +111,11 @@ def grouped_gemm(
     start = _launches(
         tile, x.dtype, dot_precision(x.dtype), weight.stride(), low_rank.rank if low_rank else 0,
         STRIDE_X=x.stride(0), N=n, K=k, GATHER=gather, SCATTER=scatter,
-        X_TMA=x_tma, TMA=tma, K_MAJOR=k_major,
+        BIAS=bias is not None, X_TMA=x_tma, TMA=tma, K_MAJOR=k_major,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * cdiv(n, tile.bn),),
-        box, weights, out, *low_rank_args(low_rank),
+        box, weights, bias, out, *low_rank_args(low_rank),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return out

@@ -384,10 +384,13 @@ def glu(
         share = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * gate * (1.0 + cube)))
         value = gate * share
         slope = share + value * (1.0 - share) * 1.5957691216057308 * (1.0 + 3.0 * cube)
-    else:
-        tl.static_assert(ACT == "relu")
+    elif ACT == "relu":
         value = tl.where(gate < 0, 0.0, gate)
         slope = tl.where(gate > 0, 1.0, 0.0)
+    else:
+        tl.static_assert(ACT == "relu2")
+        slope = 2.0 * tl.where(gate < 0, 0.0, gate)
+        value = 0.5 * slope * gate
     by_gate, by_up = slope * up, value
     if LIMIT > 0:
         by_gate = tl.where(gate_over, 0.0, by_gate)
