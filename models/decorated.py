@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8ExpertsInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
@@ -24,6 +25,8 @@ from .parts import by_parts, up_name
 
 NAME = "moe_patch"
 """Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch.export traces
 
 UPDATES = "_low_rank_updates"
 """Attribute of experts, while they run under LoRA: {parameter: (A [E, R, K], B [E, N, R])}."""
@@ -61,6 +64,7 @@ def is_decorated(module: nn.Module) -> bool:
     return dispatches(type(module))
 
 
+@torch.compiler.assume_constant_result  # Dynamo cannot call what it has seen the cells of
 def dispatches(cls: type) -> bool:
     """Whether `cls.forward` is the dispatch that HF's decorator writes. An override is not."""
     forward = getattr(cls, "forward", None)
@@ -95,7 +99,7 @@ def why_not_weights(experts: nn.Module) -> str | None:
         return "the weights are on the meta device: patch after they are loaded"
     if _is_dtensor(gate_up):  # local tensors by the time they are used, or HF's forward runs
         return None
-    return _why_not_weights(gate_up, down)
+    return _why_not_weights(gate_up, down) or _why_not_shapes(experts, gate_up, down)
 
 
 def why_not_silu(act_fn: Any) -> str | None:
@@ -107,9 +111,17 @@ def _name(act_fn: Any) -> str:
     return getattr(act_fn, "__name__", type(act_fn).__name__)
 
 
-def runs_fused(*tensors: Tensor) -> bool:
-    """Whether kernels take these tensors now; the first says on which device. Warns once if not."""
-    return ENABLED and not _warn(_why_not_run(*tensors))
+def stored_transposed(experts: nn.Module) -> bool:
+    """Whether the weights are stored [E, K, N]. Llama4's class does not say so."""
+    return getattr(experts, "is_transposed", "Llama4" in type(experts).__name__)
+
+
+def runs_fused(*tensors: Tensor, reason: str | None = None) -> bool:
+    """Whether kernels take these tensors now; the first says on which device. Warns once if not.
+
+    `reason` is another one why not.
+    """
+    return ENABLED and not _warn(reason or _why_not_run(*tensors))
 
 
 def experts_forward(
@@ -221,11 +233,25 @@ def _why_not_weights(gate_up: Tensor, down: Tensor) -> str | None:
         return f"the weights are {gate_up.dtype} and {down.dtype}: one dtype is needed"
     if gate_up.dtype not in DTYPES:
         return f"the weights are {gate_up.dtype}: bfloat16, float16 or float32 is needed"
-    if type(gate_up) not in (Tensor, nn.Parameter) or type(down) not in (Tensor, nn.Parameter):
+    if type(gate_up) not in _PLAIN or type(down) not in _PLAIN:
         return f"the weights are {type(gate_up).__name__}s: plain tensors are needed"
     if gate_up.device != down.device:
         return f"the weights are on {gate_up.device} and {down.device}: one device is needed"
     return None
+
+
+def _why_not_shapes(experts: nn.Module, gate_up: Tensor, down: Tensor) -> str | None:
+    if gate_up.dim() != 3 or down.dim() != 3:  # flat or empty while ZeRO-3 or FSDP has them
+        return None
+    (e, n, h), (f, o, i) = gate_up.shape, down.shape
+    if stored_transposed(experts):
+        n, h, o, i = h, n, i, o
+    if (f, o, 2 * i if getattr(experts, "has_gate", True) else i) == (e, h, n):
+        return None
+    return (
+        f"{up_name(experts)} is {list(gate_up.shape)} and down_proj {list(down.shape)}, which do "
+        "not fit together: was the checkpoint converted half?"
+    )
 
 
 def _why_not_run(*tensors: Tensor) -> str | None:

@@ -82,9 +82,7 @@ class Llama4TextMoe(hf.Llama4TextMoe):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[..., H] -> HF's (out [T, H], router_logits [T, E])."""
         experts = _find(self.experts, Llama4TextExperts)
-        if experts is None or not runs_fused(
-            hidden_states, experts.gate_up_proj, experts.down_proj
-        ):
+        if experts is None or not runs_fused(hidden_states, reason=why_not_weights(experts)):
             return super().forward(hidden_states)
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
         overlap = _overlaps(hidden_states)

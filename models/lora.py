@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from peft.tuners.lora import layer as peft
 from torch import Tensor
 
 from ..low_rank import LowRank, factors
-from .decorated import UPDATES, takes_low_rank, warn_once
+from .decorated import UPDATES, stored_transposed, takes_low_rank, warn_once
 
 
 class ParamWrapper(peft.ParamWrapper):
@@ -29,7 +28,7 @@ class ParamWrapper(peft.ParamWrapper):
         if not takes_low_rank(experts, x, *args):
             return super().forward(x, *args, **kwargs)
         self._check_forward_args(x, *args)
-        misfit = next(filter(None, map(self._why_not_fit, adapters)), None)
+        misfit = next(filter(None, (self._why_not_fit(name, x) for name in adapters)), None)
         if misfit:
             warn_once(f"moe_patch leaves an adapter to PEFT: {misfit}.")
             return super().forward(x, *args, **kwargs)
@@ -42,10 +41,15 @@ class ParamWrapper(peft.ParamWrapper):
             if not updates:
                 delattr(experts, UPDATES)
 
-    def _why_not_fit(self, adapter: str) -> str | None:
+    def _why_not_fit(self, adapter: str, x: Tensor) -> str | None:
         """None when the adapter's factors make up an update of the weights, else the reason."""
-        a, b = (tuple(each[adapter].weight.shape) for each in (self.lora_A, self.lora_B))
-        experts, *sides = self.get_param().shape
+        factors = [each[adapter].weight for each in (self.lora_A, self.lora_B)]
+        away = next((str(one.device) for one in factors if one.device != x.device), None)
+        if away:  # meta, when accelerate offloads them: PEFT does not call the modules they are in
+            return f"the factors of {adapter!r} on {self.parameter_name} are on {away}"
+        a, b = (tuple(one.shape) for one in factors)
+        weight = self.get_param()
+        experts, *sides = getattr(weight, "ds_shape", weight.shape)  # partitioned by ZeRO-3: empty
         wide, high = sides if not self._did_swap_in_out_features else reversed(sides)
         if a[1] == wide and b[0] == high and a[0] == b[1] and not a[0] % experts:
             return None
@@ -62,12 +66,7 @@ class ParamWrapper(peft.ParamWrapper):
         ]
         experts, weight = self.get_base_layer(), self.get_param()
         crossed = stored_transposed(experts) == self._did_swap_in_out_features
-        return factors(packed, len(weight), weight.dtype, crossed)
-
-
-def stored_transposed(experts: torch.nn.Module) -> bool:
-    """Whether the weights are stored [E, K, N]. Llama4's class does not say so."""
-    return getattr(experts, "is_transposed", "Llama4" in type(experts).__name__)
+        return factors(packed, self.num_experts, weight.dtype, crossed)
 
 
 SWAPS = {peft.ParamWrapper: ParamWrapper} if hasattr(peft.ParamWrapper, "get_delta_factors") else {}

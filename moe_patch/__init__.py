@@ -7,6 +7,16 @@ model.unpatch()
 
 from pathlib import Path
 
+import transformers
+
+_version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+if not (5, 17) <= _version < (6, 0):
+    raise ImportError(
+        f"moe_patch works with transformers 5.17 to 5.x, and {transformers.__version__} is too "
+        f"{'old' if _version < (5, 17) else 'new'}, so nothing is patched: "
+        "pip install 'transformers>=5.17,<6'."
+    )
+
 if not (Path(__file__).parent / "models").is_dir():
     __path__.append(str(Path(__file__).parents[1]))  # a checkout keeps models/ beside the package
 

@@ -21,8 +21,12 @@ from .models.decorated import (
     why_not_fused,
 )
 
+LOOKS_LIKE_MOE = re.compile(r"(Experts|M[oO][eE](Block)?)$")
+"""Names of classes whose modules are reported, fused or not."""
+
 _SUPPORTED = "experts with transformers' @use_experts_implementation and Llama4TextMoe"
-_WRAPPERS = {"base_layer", "module", "_fsdp_wrapped_module", "_orig_mod"}  # PEFT, FSDP, compile
+_WRAPPERS = {"base_layer", "original_module", "module", "_fsdp_wrapped_module", "_orig_mod"}
+"""Where PEFT, FSDP and torch.compile keep the module that they wrap."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +134,10 @@ class _Block:
 def _blocks(model: nn.Module) -> list[_Block]:
     modules, blocks = dict(model.named_modules()), {}
     for name, module in modules.items():
-        looks = re.search(r"(Experts|M[oO][eE](Block)?)$", type(module).__name__)
+        looks = LOOKS_LIKE_MOE.search(type(module).__name__)
         path = name.split(".")
+        if path[-2:-1] == ["modules_to_save"]:  # an adapter's copy of a whole module, in PEFT
+            path = path[:-2]
         while path and path[-1] in _WRAPPERS:
             path.pop()
         is_experts = path[-1:] == ["experts"] or (looks and looks[0] == "Experts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -13,8 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .models import decorated
-from .patcher import patch, unpatch
+from .patcher import LOOKS_LIKE_MOE, patch, unpatch
 
+_SWITCH = "get_correct_experts_implementation"  # every choice of an implementation asks it
 _LOADERS = ("from_pretrained", "_from_config")  # the Auto classes end in these two
 _originals: dict[str, classmethod] = {}  # filled while the hook is on
 _loading: ContextVar[bool] = ContextVar("moe_patch_loading", default=False)
@@ -40,6 +42,9 @@ def register() -> None:
     An attribute of that name which is not ours stays, with a warning.
     """
     decorated.register()
+    switch = vars(PreTrainedModel)[_SWITCH]
+    if not hasattr(switch, "moe_patch_original"):
+        setattr(PreTrainedModel, _SWITCH, _warning(switch))
     for function in (patch, unpatch):
         name = function.__name__
         found = vars(PreTrainedModel).get(name)
@@ -85,6 +90,25 @@ def enabled() -> Iterator[None]:
     finally:
         if outermost:
             disable()
+
+
+def _warning(original: Callable[..., str]) -> Callable[..., str]:
+    """Says where experts_implementation="moe_patch" does nothing: HF's switch itself is silent."""
+
+    @functools.wraps(original)
+    def choose(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
+        chosen = original(self, *args, **kwargs)
+        source = sys.modules.get(type(self).__module__)
+        silent = chosen == decorated.NAME and not self._can_set_experts_implementation()
+        if silent and any(map(LOOKS_LIKE_MOE.search, vars(source) if source else ())):
+            decorated.warn_once(
+                f'experts_implementation="moe_patch" does nothing for {source.__name__}, whose '
+                "experts transformers cannot switch: load without it and call model.patch()."
+            )
+        return chosen
+
+    choose.moe_patch_original = original
+    return choose
 
 
 def _patching(original: classmethod) -> classmethod:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .models.decorated import ExpertsConfig, is_decorated
+from .models.decorated import ExpertsConfig, is_decorated, stored_transposed
 from .models.gates import activation_of
 from .models.parts import up_name
 from .patcher import unpatch
@@ -116,8 +116,7 @@ def projections(experts: nn.Module) -> tuple[str, ...]:
 def logical(block: nn.Module, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """Views [E, 2I, H] (without a gate [E, I, H]) and [E, H, I] of weights or their gradients."""
     experts = find_experts(block)
-    stored_transposed = getattr(experts, "is_transposed", "Llama4" in type(experts).__name__)
-    return (gate_up.mT, down.mT) if stored_transposed else (gate_up, down)
+    return (gate_up.mT, down.mT) if stored_transposed(experts) else (gate_up, down)
 
 
 def implementations(block: nn.Module) -> list[str]:

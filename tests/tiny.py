@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Llama4TextConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 from transformers.models.llama4 import modeling_llama4 as hf_llama4
 from transformers.models.qwen3_moe import modeling_qwen3_moe as hf_qwen3
 
@@ -59,6 +66,13 @@ def tiny_block(family: str, device: torch.device | str = "cpu", **changes) -> nn
 
 def tokens(device: torch.device | str = "cpu", *shape: int) -> torch.Tensor:
     return torch.randint(0, 128, shape or (1, 7), generator=torch.manual_seed(1)).to(device)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """For the vocabulary of a tiny model: w0 pads, w1 ends."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
