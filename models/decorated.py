@@ -170,7 +170,7 @@ def takes_low_rank(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) 
             return False
     elif not getattr(experts, "takes_low_rank", False):
         return False
-    gate_up, down = experts.gate_up_proj, experts.down_proj
+    gate_up, down = getattr(experts, up_name(experts)), experts.down_proj
     runs = ENABLED and not _why_not_weights(gate_up, down)
     return runs and not _why_not_run(hidden_states, routing[1])
 
@@ -181,7 +181,7 @@ def low_rank_updates(experts: nn.Module) -> dict[str, tuple[Tensor, Tensor] | No
     if not updates:
         return {}
     return {
-        "gate_up_low_rank": updates.get("gate_up_proj"),
+        "gate_up_low_rank": updates.get(up_name(experts)),
         "down_low_rank": updates.get("down_proj"),
     }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..low_rank import LowRank, factors
 from .decorated import UPDATES, stored_transposed, takes_low_rank, warn_once
+from .parts import up_name
 
 
 class ParamWrapper(peft.ParamWrapper):
@@ -23,7 +24,7 @@ class ParamWrapper(peft.ParamWrapper):
         experts = self.get_base_layer()
         adapters = [name for name in self.active_adapters if name in self.lora_A]
         own = self.disable_adapters or self.merged or kwargs or not adapters
-        if own or self.parameter_name not in ("gate_up_proj", "down_proj"):
+        if own or self.parameter_name not in (up_name(experts), "down_proj"):
             return super().forward(x, *args, **kwargs)
         if not takes_low_rank(experts, x, *args):
             return super().forward(x, *args, **kwargs)

@@ -24,8 +24,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from . import bench, bench_lora, bench_model, parity, shapes
+from . import bench, bench_families, bench_lora, bench_model, parity, shapes
 from .bench import OURS, Ceilings, Timing
+from .bench_families import FamilyTiming
 from .bench_model import Rate
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     flag("--no-compile", action="store_true", help="leave out HF under torch.compile")
     flag("--csv", metavar="FILE", type=Path)
     flag("--png", metavar="FILE", type=Path, help="draw time and TFLOP/s over tokens")
+    flag(
+        "--families", metavar="NAME", nargs="*",
+        help="time the experts of every family (or of these) at its default size instead",
+    )  # fmt: skip
     flag(
         "--model-config",
         metavar="FILE",
@@ -73,19 +78,16 @@ def check(options: argparse.Namespace) -> None:
             bench_lora.supported(name)
     if options.graph and "backward" in (options.mode or ()):
         raise ValueError("--graph times the forward only: leave out --mode backward")
+    ours = ("shape", "dtype", "mode", "graph", "no_eager", "no_compile", "png", "lora", "tokens")
+    given = [f"--{name.replace('_', '-')}" for name in ours if getattr(options, name)]
+    if options.families is not None:
+        given = [name for name in given if name != "--tokens"]
+        given += ["--model-config"] * (options.model_config is not None)
+        if given:
+            raise ValueError(
+                f"--families times experts of all families and takes no {given[0]}: run bench twice"
+            )
     if options.model_config:
-        ours = (
-            "shape",
-            "tokens",
-            "dtype",
-            "mode",
-            "graph",
-            "no_eager",
-            "no_compile",
-            "png",
-            "lora",
-        )
-        given = [f"--{name.replace('_', '-')}" for name in ours if getattr(options, name)]
         if given:
             raise ValueError(
                 f"--model-config times a whole model and takes no {given[0]}: run bench twice"
@@ -107,7 +109,10 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """Times, prints, writes. Returns 1 when parity fails, with no times shown; 2 without a MoE."""
     with progress_bar() as progress:
-        done = (_models if options.model_config else _blocks)(options, progress)
+        if options.families is not None:
+            done = _families(options, progress)
+        else:
+            done = (_models if options.model_config else _blocks)(options, progress)
     if isinstance(done, str):
         print(f"moe_patch: {done}", file=sys.stderr)
         return 2
@@ -127,7 +132,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json != "-":
         print("\n".join([f"moe_patch bench on {environment}", *map(str, ceilings)]))
         console = Console() if sys.stdout.isatty() else Console(width=120)
-        for table in _rate_tables(rows) if options.model_config else _timing_tables(rows):
+        tables = _rate_tables if options.model_config else _timing_tables
+        for table in (_family_table if options.families is not None else tables)(rows):
             console.print(table)
         print("".join(f"note: {note}\n" for note in notes), end="")
     return 0
@@ -192,6 +198,29 @@ def _models(options: argparse.Namespace, progress: Progress) -> Done | parity.Pa
     return rates, [], notes
 
 
+def _families(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport | str:
+    todo = bench_families.rows()
+    unknown = set(options.families) - {one.family for one in todo}
+    if unknown:
+        known = ", ".join(sorted({one.family for one in todo}))
+        return f"no fused family is called {', '.join(sorted(unknown))}: there are {known}"
+    todo = [one for one in todo if not options.families or one.family in options.families]
+    task = progress.add_task("", total=len(todo))
+    timings, notes = [], []
+    for one in todo:
+        progress.update(task, description=one.family)
+        tokens = tuple(options.tokens or bench_families.TOKENS)
+        found = bench_families.bench_family(one, tokens)
+        if isinstance(found, parity.ParityReport):
+            return found
+        if isinstance(found, str):
+            notes.append(found)
+        else:
+            timings += found
+        progress.advance(task)
+    return timings, [], notes
+
+
 def progress_bar() -> Progress:
     """How far it is, what is under way and for how long, on stderr; gone in the end."""
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
@@ -249,6 +278,17 @@ def _rate_tables(rates: Sequence[Rate]) -> Iterable[Table]:
             cells += [f"{gb:.1f}" for gb in (r.hf_peak_gb, r.peak_gb) if gb is not None]
             table.add_row(*cells)
         yield table
+
+
+def _family_table(timings: Sequence[FamilyTiming]) -> Iterable[Table]:
+    """A line a family: how many times as fast as Hugging Face's default."""
+    columns = list(dict.fromkeys((t.mode, t.tokens) for t in timings))
+    header = (f"{mode} {tokens}" for mode, tokens in columns)
+    table = Table("family", "H, I, E, K", *header, title="x as fast as grouped_mm")
+    for (family, size), group in itertools.groupby(timings, lambda t: (t.family, t.size)):
+        found = {(t.mode, t.tokens): f"{t.speedup:.2f}" for t in group}
+        table.add_row(family, size, *(found.get(column, "") for column in columns))
+    yield table
 
 
 def figure(timings: Sequence[Timing]) -> Figure:

@@ -100,6 +100,18 @@ def _of(module: ModuleType, family: str) -> Iterator[Support]:
         yield Support(family, names[0] if names else "", "", router, reason)
 
 
+def build(one: Support) -> nn.Module | None:
+    """The experts at the size of the family's default configuration, on the meta device; None
+    where that configuration is none of a MoE."""
+    folder = Path(transformers.__file__).parent / "models" / one.family
+    for path in sorted(folder.glob("modeling_*.py")):
+        module = importlib.import_module(f"transformers.models.{one.family}.{path.stem}")
+        if hasattr(module, one.experts):
+            found = _build(getattr(module, one.experts), module)
+            return None if isinstance(getattr(found, "config", None), _Filled) else found
+    return None
+
+
 def _build(cls: type[nn.Module], module: ModuleType) -> nn.Module | None:
     """The experts of the family's default configuration, without memory."""
     parts = [part for config in _configs(module) for part in (config, *_parts(config))]

@@ -31,9 +31,11 @@ ARROWS = {
     "activation": set(),
     "low_rank": set(),
     "grouped": {"kernels", "kernels.*", "order"},
+    "checks": {"grouped", "kernels"},
     "experts": {
         "accumulate",
         "activation",
+        "checks",
         "grouped",
         "kernels",
         "kernels.*",
@@ -63,7 +65,9 @@ ARROWS |= {
     "compare": BENEATH | {"shadow"},
     "parity": BENEATH | {"compare", "shadow"},
     "bench": BENEATH | {"compare", "parity", "shadow"},
-    "bench_cli": BENEATH | {"bench", "bench_lora", "bench_model", "parity"},
+    "bench_cli": BENEATH
+    | {"bench", "bench_families", "bench_lora", "bench_model", "parity", "support"},
+    "bench_families": BENEATH | {"bench", "parity", "shadow", "support"},
     "bench_lora": BENEATH | {"bench", "parity", "shadow"},
     "bench_model": BENEATH | {"bench"},
     "support": BENEATH | {"activation"},
@@ -83,11 +87,12 @@ THIRD_PARTY = {
     "activation": set(),
     "low_rank": {"torch"},
     "grouped": {"torch"},
+    "checks": {"torch"},
     "experts": {"torch"},
     "routing": {"torch"},
     "models": {"torch", "transformers", "peft"},
 }
-HOT = ("kernels", "accumulate", "experts", "grouped", "low_rank", "routing", "models")
+HOT = ("kernels", "accumulate", "checks", "experts", "grouped", "low_rank", "routing", "models")
 SYNCHRONISES = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "masked_select"}
 
 

@@ -19,6 +19,7 @@ from moe_patch.grouped import add_bias, expert_order
 from moe_patch.models import decorated
 from moe_patch.models.decorated import why_by_parts
 from moe_patch.models.gates import activation_of
+from moe_patch.models.parts import up_name
 
 CONFIG = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
@@ -210,7 +211,7 @@ def test_whole_gpt_oss(device):
     torch.testing.assert_close(run()[0], logits, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "learned"])
+@pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h", "learned"])
 def test_lora_on_such_experts(family, device, ran):
     from peft import LoraConfig, get_peft_model
 
@@ -224,7 +225,7 @@ def test_lora_on_such_experts(family, device, ran):
 
     config = LoraConfig(
         r=2, init_lora_weights=False, target_modules=[],
-        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        target_parameters=[f"experts.{up_name(build(family))}", "experts.down_proj"],
     )  # fmt: skip
     model, arguments = get_peft_model(Model(), config), routed(device)
     expected = model(*arguments)
@@ -235,7 +236,7 @@ def test_lora_on_such_experts(family, device, ran):
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     for ours, theirs in zip(torch.autograd.grad(out.square().sum(), adapters), grads):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
-    assert ran == ["fused_experts" if family == "gpt_oss" else "by_parts"]
+    assert ran == ["by_parts" if family == "learned" else "fused_experts"]
 
 
 def test_grouped_mm_is_the_yardstick(device):

@@ -1,0 +1,97 @@
+"""Times of every family's experts: which are timed, what is compared, what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from plain import use_fixture  # noqa: F401
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from moe_patch import bench_families, support
+from moe_patch.__main__ import main
+from moe_patch.bench_families import HF, OURS, bench_family, rows
+from moe_patch.models.decorated import NAME
+from moe_patch.parity import ParityReport
+
+CPU = {"device": "cpu", "dtype": torch.float32}
+ONE = support.Support("qwen3_moe", "Qwen3MoeExperts", "silu(gate) * up", "fused", None)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Experts of a small configuration in the place of the default one."""
+    config = SimpleNamespace(
+        num_experts=4, hidden_size=32, moe_intermediate_size=16, hidden_act="silu",
+        num_experts_per_tok=2, _experts_implementation="grouped_mm",
+    )  # fmt: skip
+
+    def build(_):
+        with torch.device("meta"):
+            return Qwen3MoeExperts(config)
+
+    monkeypatch.setattr(support, "build", build)
+    return config
+
+
+def test_ours_and_hugging_face_s_default_are_timed(use, tiny, monkeypatch):
+    seen = []
+
+    def times(calls, *, budget_ms):
+        for call in calls.values():
+            call()
+        seen.append(set(calls))
+        return {OURS: [1.0, 2.0, 3.0], HF: [4.0, 4.0, 9.0]}
+
+    ran, original = [], bench_families._step
+
+    def step(experts, *arguments):
+        ran.append((experts.config._experts_implementation, arguments[-1]))
+        return original(experts, *arguments)
+
+    monkeypatch.setattr(bench_families, "times", times)
+    monkeypatch.setattr(bench_families, "_step", step)
+    found = bench_family(ONE, (1, 5), **CPU)
+    assert [(t.tokens, t.mode) for t in found] == [
+        (1, "forward"), (5, "forward"), (1, "backward"), (5, "backward"),
+    ]  # fmt: skip
+    assert all((t.ms, t.hf_ms, t.speedup, t.size) == (2, 4, 2, "32, 16, 4, 2") for t in found)
+    assert seen == [{OURS, HF}] * 4
+    assert ran == [(who, m) for m in ("forward", "backward") for _ in range(2) for who in (NAME, "grouped_mm")]  # fmt: skip # noqa: E501
+
+
+def test_no_times_without_parity(use, tiny):
+    use(lambda x, *args, **more: torch.zeros_like(x) + args[0].sum() * 0)
+    report = bench_family(ONE, **CPU)
+    assert isinstance(report, ParityReport) and not report.passed
+
+
+def test_a_default_configuration_without_experts_is_a_note(monkeypatch, tiny):
+    tiny.num_experts_per_tok = None
+    assert "left out" in bench_family(ONE, **CPU)
+    monkeypatch.setattr(support, "build", lambda _: None)
+    assert "left out" in bench_family(ONE, **CPU)
+
+
+def test_rows_are_the_fused_families():
+    names = {one.family for one in rows()}
+    assert {"qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h"} <= names and "dbrx" not in names
+    deepseek = next(one for one in rows() if one.family == "deepseek_v3")
+    assert support.build(deepseek).gate_up_proj.shape == (256, 4096, 7168)
+
+
+def test_the_command(monkeypatch, capsys, tmp_path):
+    timing = bench_families.FamilyTiming("gpt_oss", "X", "1, 2, 3, 4", 1, "forward", 1.0, 2.0, 2.0)
+    monkeypatch.setattr(bench_families, "bench_family", lambda one, tokens: [timing])
+    monkeypatch.setattr("moe_patch.__main__._device", lambda: "cuda")
+    file = tmp_path / "t.csv"
+    with contextlib.suppress(SystemExit):
+        assert main(["bench", "--families", "gpt_oss", "--csv", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "gpt_oss" in out and "2.00" in out and "gpt_oss,X" in file.read_text()
+    assert main(["bench", "--families", "nope"]) == 2
+    assert "no fused family is called nope" in capsys.readouterr().err
+    assert main(["bench", "--families", "--graph"]) == 2
+    assert "takes no --graph" in capsys.readouterr().err
