@@ -43,13 +43,13 @@ def test_what_is_not_fused_is_known():
     [
         ("qwen3_moe", "silu(gate) * up", "fused"),
         ("llama4", "silu(gate) * up", "fused"),
-        ("mixtral", "silu(gate) * up", "HF"),
+        ("mixtral", "silu(gate) * up", "fused"),
         ("gemma4", "gelu_tanh(gate) * up", "HF"),
-        ("gpt_oss", "by parts: biases", "HF"),
-        ("nemotron_h", "by parts: no gate", "HF"),
+        ("gpt_oss", "by parts: biases", "fused"),
+        ("nemotron_h", "by parts: no gate", "fused"),
         ("ernie4_5_vl_moe", "silu(gate) * up", "HF"),
         ("deepseek_v4", "silu(gate) * up, clamped at 10", "HF"),
-        ("minimax_m3_vl", "gate * sigmoid(1.702 gate) * (up + 1), clamped at 7", "HF"),
+        ("minimax_m3_vl", "gate * sigmoid(1.702 gate) * (up + 1), clamped at 7", "fused"),
     ],
 )
 def test_gates_and_routers(family, gate, router):
