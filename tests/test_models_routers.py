@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -65,17 +66,16 @@ def recognised() -> dict[str, tuple[type[nn.Module], routers.Rule]]:
 ROUTERS = recognised()
 
 
-def make(cls, **changes):
-    """The family's router for 8 experts, or in groups 16, with random parameters and buffers."""
+def make(cls):
+    """The family's router for 8 experts, 2 of them chosen, with random parameters and buffers."""
     module = inspect.getmodule(cls)
-    tried = [c for config in support._configs(module) for c in (config, *support._parts(config))]
-    for config in tried:
-        try:
-            router = cls(shrink(config, {**changes}))
-        except (AttributeError, TypeError):
-            continue
-        if isinstance(getattr(router, "top_k", None), int) and router.top_k == 2:
-            break
+    configs = [c for config in support._configs(module) for c in (config, *support._parts(config))]
+    built = []
+    for config in configs:
+        with contextlib.suppress(Exception):  # the configuration of another part
+            config.allow_global_per_layer_attribute_access = True  # not in transformers 5.17
+            built.append(cls(shrink(config, {})))
+    router = next(router for router in built if router.top_k == 2)
     for tensor in (*router.parameters(), *router.buffers()):
         nn.init.normal_(tensor, std=0.4)
     return router.eval()
