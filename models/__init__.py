@@ -1,7 +1,7 @@
 """Patches for the models of transformers, imported as moe_patch.models.
 
-decorated.py covers every family whose experts use HF's @use_experts_implementation. A file here
-named after a family adds what that cannot reach: a fused router, or a whole block.
+decorated.py covers every family whose experts use HF's @use_experts_implementation, routers.py
+every router that it recognises. A file here named after a family adds what those cannot reach.
 """
 
 from __future__ import annotations
@@ -26,9 +26,17 @@ def with_adapters() -> None:
         SWAPS.update(importlib.import_module(f"{__name__}.lora").SWAPS)
 
 
+def with_routers(model: nn.Module) -> None:
+    """Adds the swaps of the routers in a model: which classes those are is asked, not listed."""
+    for cls in {type(module) for module in model.modules()}:
+        routers.fused_class(cls)
+
+
 for _family in FAMILIES:
     try:
         SWAPS.update(importlib.import_module(f"{__name__}.{_family}").SWAPS)
     except ModuleNotFoundError as error:  # this transformers does not have the family
         if not (error.name or "").startswith("transformers.models."):
             raise
+
+from . import routers  # noqa: E402  (it writes to SWAPS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .models import SWAPS, gates, with_adapters
+from .models import SWAPS, gates, with_adapters, with_routers
 from .models.decorated import (
     ExpertsConfig,
     dispatches,
@@ -67,6 +67,7 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch takes a torch.nn.Module, found {type(model).__name__}.")
     with_adapters()
+    with_routers(model)
     report, matched = PatchReport(), False
     for block in _blocks(model):
         matched = matched or block.is_known()

@@ -16,13 +16,32 @@ from .order import ExpertOrder, max_tiles
 
 
 def expert_weights(
-    router_logits: Tensor, top_k_index: Tensor, *, score: str = "softmax", renormalize: bool = False
+    router_logits: Tensor,
+    top_k_index: Tensor,
+    *,
+    score: str = "softmax",
+    renormalize: bool = False,
+    scale: float = 1.0,
+    eps: float = 0.0,
 ) -> Tensor:
     """Routing weights [T, K] of the experts already chosen, in float32 (float64 for float64)."""
+    weights = _scores(router_logits, score).gather(1, top_k_index)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    return weights * scale
+
+
+def _scores(router_logits: Tensor, score: str) -> Tensor:
     logits = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
-    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
-    weights = scores.gather(1, top_k_index)
-    return weights / weights.sum(-1, keepdim=True) if renormalize else weights
+    return logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+
+
+def _keep_groups(choice: Tensor, groups: int, kept: int, best: int, fill: float) -> Tensor:
+    grouped = choice.unflatten(1, (groups, -1))
+    group_scores = grouped.sort(dim=-1, descending=True).values[..., :best].sum(-1)
+    keep = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, :kept]
+    mask = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, keep, False)
+    return grouped.masked_fill(mask[..., None], fill).flatten(1)
 
 
 def select_experts(
@@ -32,10 +51,25 @@ def select_experts(
     score: str = "softmax",
     renormalize: bool = False,
     dtype: torch.dtype | None = None,
+    scale: float = 1.0,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
+    group_fill: float = float("-inf"),
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`moe_patch.routing.select_experts`; ties go to the lowest expert id."""
-    top_k_index = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = expert_weights(router_logits, top_k_index, score=score, renormalize=renormalize)
+    choice = router_logits
+    if bias is not None or num_groups != top_groups:
+        choice = _scores(router_logits, score)
+        choice = choice if bias is None else choice + bias
+    if num_groups != top_groups:
+        choice = _keep_groups(choice, num_groups, top_groups, group_best, group_fill)
+    top_k_index = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = expert_weights(
+        router_logits, top_k_index, score=score, renormalize=renormalize, scale=scale, eps=eps
+    )
     return top_k_index, weights.to(dtype or router_logits.dtype)
 
 

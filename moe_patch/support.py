@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from .activation import parse
-from .models import SWAPS, decorated, gates
+from .models import SWAPS, decorated, gates, routers
 
 _MOE = re.compile(r"^class \w*(?:Experts|SparseMoeBlock|MoE|TextMoe)\w*\(nn\.Module", re.MULTILINE)
 _NAMES = re.compile(r"(Experts|MoE|SparseMLP)$")
@@ -77,7 +77,8 @@ def table() -> str:
 def _of(module: ModuleType, family: str) -> Iterator[Support]:
     classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, nn.Module)]
     classes = [cls for cls in classes if cls.__module__ == module.__name__]
-    router = "fused" if any(cls in SWAPS and "Router" in cls.__name__ for cls in classes) else "HF"
+    fused = (cls in SWAPS and "Router" in cls.__name__ or routers.rule_of(cls) for cls in classes)
+    router = "fused" if any(fused) else "HF"
     switched = [cls for cls in classes if decorated.dispatches(cls)]
     for cls in switched:
         experts = _build(cls, module)

@@ -96,8 +96,15 @@ def moe_launches(
     try:
         with torch.device("meta"):
             logits = torch.empty(tokens, num_experts, dtype=dtype)
-            index, weights = routing._select_experts(logits, top_k, llama4, not llama4, dtype)
-            routing._select_experts_backward(logits, index, weights, llama4, not llama4)
+            groups = 1 if num_experts % 8 else 8  # DeepSeek-V3's router, then DeepSeek-V2's
+            for x, bias, *options in (
+                (logits.float(), logits[0].float(), True, True, 2.5, 1e-20, groups, 1, 2),
+                (logits.float(), None, False, False, 16.0, 0.0, groups, 1, 1),
+                (logits, None, llama4, not llama4, 1.0, 0.0, 1, 1, 2),
+            ):
+                options.append(float("-inf"))
+                index, weights = routing._select_experts(x, bias, top_k, x.dtype, *options)
+                routing._select_experts_backward(x, index, weights, *options[:4])
             x = torch.empty(tokens, hidden, dtype=dtype)
             width = parse(act).rows(inner)
             if llama4 or biased:

@@ -72,6 +72,20 @@ def main() -> None:
         for score in ("softmax", "sigmoid"):
             _, weights = select_experts(logits, size[4], score=score, renormalize=True)
             weights.sum().backward()
+    for tokens, experts, top_k, groups, kept in ((40, 256, 8, 8, 4), (7, 60, 6, 5, 2)):
+        logits = torch.randn(tokens, experts, device=device, requires_grad=True)
+        for how in (
+            {"score": "sigmoid", "bias": torch.randn(experts, device=device), "eps": 1e-20},
+            {"score": "softmax", "group_best": 1, "group_fill": 0.0},
+        ):
+            how |= {"num_groups": groups, "top_groups": kept, "scale": 2.5, "renormalize": True}
+            index, weights = select_experts(logits, top_k, **how)
+            chosen, truth = reference.select_experts(logits, top_k, **how)
+            assert torch.equal(index, chosen)
+            assert_close(weights, truth, torch.float32)
+            d_weights = torch.randn_like(weights)
+            ours, true = (torch.autograd.grad(w, logits, d_weights)[0] for w in (weights, truth))
+            assert_close(ours, true, torch.float32)
     for size in ((1, 128, 64, 8, 2), (2, 97, 41, 64, 8)):
         arguments = moe(device, torch.bfloat16, *size, routing="sentinel", grad=False)
         truth = reference.fused_experts(**in_double(arguments))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_patch import kernels, reference
-from moe_patch.models import decorated, llama4, qwen3_moe
+from moe_patch.models import decorated, llama4, qwen3_moe, routers
 
 # `name=`, so that a test file can import a fixture and still name its argument like it
 
@@ -34,10 +34,8 @@ def honest(x, gate_up, down, index, weights, *, weight_on="output", activation="
     return reference.fused_experts(*tensors, **options, **more).to(x.dtype)
 
 
-def choose(logits, top_k, *, score="softmax", renormalize=False, dtype=None):
-    return reference.select_experts(
-        logits, top_k, score=score, renormalize=renormalize, dtype=dtype
-    )
+def choose(logits, top_k, **how):
+    return reference.select_experts(logits, top_k, **how)
 
 
 @pytest.fixture(name="use")
@@ -56,7 +54,7 @@ def use_fixture(monkeypatch):
         monkeypatch.setattr(llama4, "sigmoid_scores", sigmoid_scores)
         for module in (decorated, llama4):
             monkeypatch.setattr(module, "fused_experts", experts)
-        for module in (qwen3_moe, llama4):
+        for module in (qwen3_moe, llama4, routers):
             monkeypatch.setattr(module, "select_experts", routing)
 
     put()

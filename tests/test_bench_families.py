@@ -86,6 +86,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     timing = bench_families.FamilyTiming("gpt_oss", "X", "1, 2, 3, 4", 1, "forward", 1.0, 2.0, 2.0)
     monkeypatch.setattr(bench_families, "bench_family", lambda one, tokens: [timing])
     monkeypatch.setattr("moe_patch.__main__._device", lambda: "cuda")
+    monkeypatch.setattr("moe_patch.parity.environment", lambda _: "a card")
     file = tmp_path / "t.csv"
     with contextlib.suppress(SystemExit):
         assert main(["bench", "--families", "gpt_oss", "--csv", str(file)]) == 0

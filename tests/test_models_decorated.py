@@ -367,13 +367,14 @@ SCRIPT = """
 import torch
 from tiny import tiny_block
 import moe_patch
-from moe_patch.models import decorated, llama4, qwen3_moe
+from moe_patch.models import decorated, llama4, qwen3_moe, routers
 
 def called(*args, **kwargs):
     raise SystemExit("fused code ran")
 
 for module, name in ((decorated, "fused_experts"), (llama4, "fused_experts"),
-                     (llama4, "select_experts"), (qwen3_moe, "select_experts")):
+                     (llama4, "select_experts"), (qwen3_moe, "select_experts"),
+                     (routers, "select_experts")):
     setattr(module, name, called)
 block = tiny_block("{family}", "{device}")
 hidden = torch.randn(1, 3, 64, device="{device}")

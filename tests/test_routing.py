@@ -48,6 +48,104 @@ def test_choice_weights_and_gradient(device, size, dtype, score, renormalize):
         assert_close(ours, other, dtype)
 
 
+LIMITED = [  # T, E, K, groups, of which kept
+    (5, 16, 3, 4, 2),
+    (7, 24, 4, 3, 1),
+    (33, 60, 6, 5, 2),
+    (1, 256, 8, 8, 4),
+    (9, 160, 6, 8, 3),
+    (4, 384, 8, 1, 1),
+    (3, 512, 8, 16, 9),
+    (6, 12, 4, 6, 2),
+    (2, 7, 2, 1, 1),
+]
+HOW = {  # of the routers of DeepSeek-V3, A.X K2, DeepSeek-V2, Mistral 4, MiniMax-M3
+    "v3": {"score": "sigmoid", "renormalize": True, "scale": 2.5, "eps": 1e-20},
+    "v3 as it is": {"score": "sigmoid", "scale": 1.5},
+    "k2": {"score": "sigmoid", "renormalize": True, "eps": 1e-20, "group_fill": 0.0},
+    "v2": {"scale": 16.0, "group_best": 1},
+    "mistral": {"renormalize": True, "scale": 1.25, "group_fill": 0.0},
+}
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(
+    "size,dtype,how,biased",
+    sample([*itertools.product(LIMITED, DTYPES, HOW, (False, True))], 40),
+)
+def test_bias_and_groups(device, size, dtype, how, biased):
+    tokens, experts, top_k, groups, kept = size
+    logits = torch.randn(tokens, experts).to(device, dtype).requires_grad_()
+    bias = torch.randn(experts, device=device) - 0.5 if biased else None
+    how = HOW[how] | {"num_groups": groups, "top_groups": kept}
+    index, weights = select_experts(logits, top_k, bias=bias, dtype=torch.float32, **how)
+    chosen, _ = reference.select_experts(logits.detach(), top_k, bias=bias, **how)
+    assert torch.equal(index, chosen)
+    how = {k: v for k, v in how.items() if k in ("score", "renormalize", "scale", "eps")}
+    exact = logits.detach().double().requires_grad_()
+    truth = reference.expert_weights(exact, index, **how)
+    assert weights.dtype == torch.float32
+    assert_close(weights, truth, torch.float32)
+    d_weights = torch.randn(tokens, top_k, device=device)
+    (ours,) = torch.autograd.grad(weights, logits, d_weights)
+    (other,) = torch.autograd.grad(truth, exact, d_weights.double())
+    assert_close(ours, other, dtype)
+
+
+@pytest.mark.parametrize("fill", [0.0, float("-inf")])
+@pytest.mark.parametrize("groups, kept, best", [(4, 2, 2), (4, 2, 1), (3, 1, 2), (1, 1, 2)])
+def test_equals_among_experts_and_among_groups(device, groups, kept, best, fill):
+    """Few values, so that experts and groups tie, and scores below zero, so that the fill wins."""
+    logits = torch.randint(-1, 2, (40, 12), device=device).float()
+    bias = torch.tensor([-0.5, 0, 0.5, -1, -1, 0, -0.5, 0, 0.5, -1, -1, 0], device=device)
+    how = {"score": "sigmoid", "num_groups": groups, "top_groups": kept}
+    how |= {"group_best": best, "group_fill": fill, "bias": bias}
+    index, weights = select_experts(logits, 4, **how)
+    chosen, truth = reference.select_experts(logits, 4, **how)
+    assert torch.equal(index, chosen)
+    assert_close(weights, truth, torch.float32)
+
+
+def test_what_is_outside_the_best_groups_wins_only_with_a_fill_of_zero(device):
+    logits = torch.tensor([[3.0, 2.0, -3.0, -3.0]], device=device)
+    bias = torch.tensor([0.0, -2.0, -2.0, -2.0], device=device)  # group 0 is kept: 0.95, -1.12
+    how = {"score": "sigmoid", "bias": bias, "num_groups": 2, "top_groups": 1}
+    assert select_experts(logits, 2, **how)[0].tolist() == [[0, 1]]
+    index, weights = select_experts(logits, 2, group_fill=0.0, **how)
+    assert index.tolist() == [[0, 2]]
+    assert_close(weights, logits.sigmoid()[:, [0, 2]], torch.float32)  # without bias
+
+
+def test_eps_keeps_vanished_sigmoids_finite(device):
+    logits = torch.full((2, 8), -200.0, device=device)
+    logits[1] = -45
+    how = {"score": "sigmoid", "renormalize": True, "bias": torch.zeros(8, device=device)}
+    assert select_experts(logits, 2, **how)[1][0].isnan().all()
+    _, weights = select_experts(logits, 2, eps=1e-20, **how)
+    assert weights[0].tolist() == [0, 0]
+    truth = logits[1, :2].double().sigmoid()
+    assert_close(weights[1], truth / (truth.sum() + 1e-20), torch.float32)
+
+
+def test_nan_bias_and_logits_stay_inside(device):
+    """Whatever is chosen is an expert: its id is an address later on."""
+    logits = torch.randn(6, 12, device=device)
+    logits[0], logits[1, 3], logits[2], logits[3, :4] = float("nan"), float("nan"), -1e30, 1e30
+    bias = torch.randn(12, device=device)
+    bias[7], bias[8] = float("nan"), float("-inf")
+    how = {"score": "sigmoid", "bias": bias, "num_groups": 3, "top_groups": 2}
+    index, _ = select_experts(logits, 4, **how)
+    assert ((index >= 0) & (index < 12)).all()
+    assert all(len(set(row)) == 4 for row in index.tolist())
+
+
+def test_bias_of_any_dtype_and_stride(device):
+    logits = torch.randn(9, 16, device=device)
+    bias = torch.randn(32, device=device, dtype=torch.float16)[::2]
+    index, _ = select_experts(logits, 3, score="sigmoid", bias=bias)
+    assert torch.equal(index, reference.select_experts(logits, 3, score="sigmoid", bias=bias)[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(1, 16, 1), (5, 7, 3), (40, 60, 2), (3, 1, 1)], ids=str)
 def test_sigmoid_scores(device, size, dtype):
@@ -102,11 +200,15 @@ def test_the_chosen_index_carries_no_gradient(device):
     assert not index.requires_grad
 
 
-def test_compile_full_graph(device):
+@pytest.mark.parametrize("limited", [False, True])
+def test_compile_full_graph(device, limited):
     logits = torch.randn(9, 16, device=device, requires_grad=True)
 
+    bias = torch.randn(16, device=device)
+    how = {"score": "sigmoid", "bias": bias, "num_groups": 4, "top_groups": 2, "scale": 2.5}
+
     def route(x):
-        return select_experts(x * 2, 4, renormalize=True)
+        return select_experts(x * 2, 4, renormalize=True, **(how if limited else {}))
 
     index, weights = route(logits)
     compiled = torch.compile(route, fullgraph=True, backend="aot_eager")(logits)
@@ -125,6 +227,22 @@ def test_compile_full_graph(device):
         (torch.zeros(2, 4), {"top_k": 0}, ValueError, "top_k must be 1 to 4"),
         (torch.zeros(2, 4), {"top_k": 2, "score": "relu"}, ValueError, "'softmax', 'sigmoid'"),
         (torch.zeros(2, 4).double(), {"top_k": 2}, TypeError, "float64"),
+        (
+            torch.zeros(2, 4),
+            {"top_k": 2, "bias": torch.zeros(3)},
+            ValueError,
+            r"bias must be \[4\]",
+        ),
+        (torch.zeros(2, 4), {"top_k": 2, "num_groups": 3}, ValueError, "an equal share"),
+        (torch.zeros(2, 4), {"top_k": 2, "top_groups": 2}, ValueError, "top_groups 2"),
+        (torch.zeros(2, 4), {"top_k": 2, "num_groups": 4}, ValueError, "a group has 1 experts"),
+        (
+            torch.zeros(2, 4),
+            {"top_k": 2, "num_groups": 2, "group_best": 3},
+            ValueError,
+            "group_best is 3",
+        ),
+        (torch.zeros(2, 4), {"top_k": 2, "eps": 1e-20}, ValueError, "only sigmoids"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

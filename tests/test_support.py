@@ -46,13 +46,13 @@ OAI = "gate * sigmoid(1.702 gate) * (up + 1), clamped at 7"
     [
         ("qwen3_moe", "silu(gate) * up", "fused"),
         ("llama4", "silu(gate) * up", "fused"),
-        ("mixtral", "silu(gate) * up", "HF"),
+        ("mixtral", "silu(gate) * up", "fused"),
         ("gemma4", "gelu_tanh(gate) * up", "HF"),
-        ("gpt_oss", f"{OAI}, interleaved, biases", "HF"),
-        ("nemotron_h", "relu2, no gate", "HF"),
+        ("gpt_oss", f"{OAI}, interleaved, biases", "fused"),
+        ("nemotron_h", "relu2, no gate", "fused"),
         ("ernie4_5_vl_moe", "silu(gate) * up", "HF"),
         ("deepseek_v4", "silu(gate) * up, clamped at 10", "HF"),
-        ("minimax_m3_vl", OAI, "HF"),
+        ("minimax_m3_vl", OAI, "fused"),
     ],
 )
 def test_gates_and_routers(family, gate, router):

@@ -10,26 +10,75 @@ from torch import Tensor
 from .launch import cdiv, launches, power_of_two
 
 
+@triton.jit
+def _ordered(x):
+    """float32 -> int32, in the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _keep_groups(
+    y, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, FILL: tl.constexpr,
+    GP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """FILL for what is outside of the best groups. y [BLOCK, EP] has GP groups of one size."""
+    BLOCK: tl.constexpr = y.shape[0]
+    SP: tl.constexpr = y.shape[1] // GP
+    y = tl.reshape(y, (BLOCK, GP, SP))
+    score, at = tl.max(y, axis=2, return_indices=True)
+    if BEST == 2:
+        others = tl.where(tl.arange(0, SP)[None, None, :] == at[:, :, None], float("-inf"), y)
+        score += tl.max(others, axis=2)
+    group = tl.arange(0, GP)[None, :]
+    key = (_ordered(score).to(tl.int64) << 32) | (GP - 1 - group).to(tl.int64)
+    key = tl.where(group < GROUPS, key, -0x7FFFFFFFFFFFFFFF)
+    best = tl.where(tl.arange(0, KP)[None, :] < TOP_GROUPS, tl.topk(key, KP), 0x7FFFFFFFFFFFFFFF)
+    kept = key >= tl.min(best, axis=1)[:, None]
+    return tl.reshape(tl.where(kept[:, :, None], y, FILL), (BLOCK, GP * SP))
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def topk_kernel(
-    logits, index, weights, dense, num_tokens, STRIDE: tl.constexpr,
+    logits, bias, index, weights, dense, num_tokens, STRIDE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr, EPS: tl.constexpr, BIAS: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, FILL: tl.constexpr,
     DENSE: tl.constexpr, NARROW: tl.constexpr,
-    EP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    EP: tl.constexpr, GP: tl.constexpr, KP: tl.constexpr, GKP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (token < num_tokens)[:, None]
     token = tl.minimum(token, num_tokens - 1)
     expert = tl.arange(0, EP)[None, :]
+    real = expert < E
+    if GROUPS > 1:  # each padded to a power of two
+        place = expert % (EP // GP)
+        real = (place < E // GROUPS) & (expert // (EP // GP) < GROUPS)
+        expert = expert // (EP // GP) * (E // GROUPS) + place
     at = token.to(tl.int64)[:, None] * STRIDE + expert
-    x = tl.load(logits + at, mask=expert < E, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + at, mask=real, other=float("-inf")).to(tl.float32)
+    if not SIGMOID:
+        peak = tl.max(x, axis=1)[:, None]
+
+    y = x  # what is chosen by
+    if BIAS or GROUPS > 1:
+        if SIGMOID:
+            y = 1.0 / (1.0 + tl.exp(-x))
+        else:
+            y = tl.exp(x - peak)
+            y = y / tl.sum(y, axis=1)[:, None]
+        if BIAS:
+            y += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
+        if GROUPS > 1:
+            y = tl.where(real, y, float("-inf"))
+            y = _keep_groups(y, GROUPS, TOP_GROUPS, BEST, FILL, GP, GKP)
 
     # one key sorts by logit, then by lowest id; int32 order equals float order after the flip
-    bits = x.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bits = _ordered(y)
     if NARROW:  # logits of 16 bits: float32 leaves its last 13 free
         key = (bits & -0x2000) | (EP - 1 - expert)
-        key = tl.where(expert < E, key, -0x80000000)
+        key = tl.where(real, key, -0x80000000)
         best = tl.topk(key, KP)
         chosen = EP - 1 - (best & 0x1FFF)
         bits = best & -0x2000
@@ -37,22 +86,25 @@ def topk_kernel(
         value = bits.to(tl.float32, bitcast=True)
     else:
         key = (bits.to(tl.int64) << 32) | (EP - 1 - expert).to(tl.int64)
-        key = tl.where(expert < E, key, -0x7FFFFFFFFFFFFFFF)
+        key = tl.where(real, key, -0x7FFFFFFFFFFFFFFF)
         best = tl.topk(key, KP)
         chosen = EP - 1 - (best & 0xFFFFFFFF).to(tl.int32)
         bits = (best >> 32).to(tl.int32)
         value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
     choice = tl.arange(0, KP)[None, :]
+    if BIAS or GROUPS > 1:
+        at = token.to(tl.int64)[:, None] * STRIDE + chosen
+        value = tl.load(logits + at, mask=choice < K, other=0.0).to(tl.float32)
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-value))
     else:
-        peak = tl.max(x, axis=1)[:, None]
         score = tl.exp(value - peak)
         if not RENORMALIZE:
-            score = score / tl.sum(tl.where(expert < E, tl.exp(x - peak), 0.0), axis=1)[:, None]
+            score = score / tl.sum(tl.where(real, tl.exp(x - peak), 0.0), axis=1)[:, None]
     if RENORMALIZE:
-        score = score / tl.sum(tl.where(choice < K, score, 0.0), axis=1)[:, None]
+        score = score / (tl.sum(tl.where(choice < K, score, 0.0), axis=1)[:, None] + EPS)
+    score = score * SCALE
     to = token.to(tl.int64)[:, None] * K + choice
     tl.store(index + to, chosen.to(index.dtype.element_ty), mask=inside & (choice < K))
     tl.store(weights + to, score.to(weights.dtype.element_ty), mask=inside & (choice < K))
@@ -68,9 +120,9 @@ def topk_kernel(
 def topk_backward_kernel(
     logits, index, d_weights, d_logits, num_tokens, STRIDE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
-    EP: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, EPS: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With s the scores and w = s / sum over the chosen when renormalised, else w = s."""
+    """With s the scores and w = s / (sum over the chosen + EPS) when renormalised, else w = s."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (token < num_tokens)[:, None]
     token = tl.minimum(token, num_tokens - 1)
@@ -84,10 +136,11 @@ def topk_backward_kernel(
         hit = expert == tl.load(index + to).to(tl.int32)[:, None]
         d = tl.where(hit, tl.load(d_weights + to).to(tl.float32)[:, None], d)
         chosen = chosen | hit
+    d = d * SCALE
     if SIGMOID:
         s = 1.0 / (1.0 + tl.exp(-x))
         if RENORMALIZE:
-            total = tl.sum(tl.where(chosen, s, 0.0), axis=1)[:, None]
+            total = tl.sum(tl.where(chosen, s, 0.0), axis=1)[:, None] + EPS
             d = (d - tl.sum(tl.where(chosen, d * s, 0.0), axis=1)[:, None] / total) / total
         grad = tl.where(chosen, d * s * (1.0 - s), 0.0)
     else:  # softmax over all, or over the chosen alone once renormalised
@@ -103,8 +156,8 @@ def topk_backward_kernel(
 _topk, _topk_backward = launches(topk_kernel), launches(topk_backward_kernel)
 
 
-def _sizes(tokens: int, experts: int) -> tuple[int, int, tuple[int]]:
-    padded = power_of_two(max(experts, 2))
+def _sizes(tokens: int, experts: int, groups: int = 1) -> tuple[int, int, tuple[int]]:
+    padded = power_of_two(max(experts // groups, 2)) * power_of_two(groups)
     block = max(1, min(1024 // padded, power_of_two(max(tokens, 1))))
     return padded, block, (cdiv(tokens, block),)
 
@@ -116,31 +169,53 @@ def topk(
     sigmoid: bool,
     renormalize: bool,
     dtype: torch.dtype,
+    scale: float = 1.0,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
+    group_fill: float = float("-inf"),
     dense: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(index [T, K] int64, weights [T, K] dtype) of logits [T, E] whose rows are contiguous.
 
-    Best first; equal logits go to the lowest expert id; scores in float32. `dense` [T, E] receives
-    the chosen experts' sigmoids, zero for the others.
+    Best first; equals go to the lowest expert id; scores in float32. With a bias [E], contiguous,
+    or with groups the choice is by score and bias, else by logit. `dense` [T, E] receives the
+    chosen experts' sigmoids, zero for the others.
     """
     tokens, experts = router_logits.shape
     index = router_logits.new_empty((tokens, top_k), dtype=torch.int64)
     weights = router_logits.new_empty((tokens, top_k), dtype=dtype)
     if tokens:
-        padded, block, grid = _sizes(tokens, experts)
+        if top_groups == num_groups:
+            num_groups = 1
+        padded, block, grid = _sizes(tokens, experts, num_groups)
         narrow = router_logits.element_size() == 2 and padded <= 1 << 13
+        narrow = narrow and bias is None and num_groups == 1
         start = _topk(
             STRIDE=router_logits.stride(0), E=experts, K=top_k,
-            SIGMOID=sigmoid, RENORMALIZE=renormalize, DENSE=dense is not None, NARROW=narrow,
-            EP=padded, KP=max(2, power_of_two(top_k)),  # tl.topk fails on one element
-            BLOCK=block, num_warps=4,
+            SIGMOID=sigmoid, RENORMALIZE=renormalize, SCALE=scale, EPS=eps, BIAS=bias is not None,
+            GROUPS=num_groups, TOP_GROUPS=top_groups, BEST=group_best, FILL=group_fill,
+            DENSE=dense is not None, NARROW=narrow, EP=padded, GP=power_of_two(num_groups),
+            KP=max(2, power_of_two(top_k)),  # tl.topk fails on one element
+            GKP=max(2, power_of_two(top_groups)), BLOCK=block, num_warps=4,
         )  # fmt: skip
-        start(grid, router_logits, index, weights, weights if dense is None else dense, tokens)
+        bias = weights if bias is None else bias
+        dense = weights if dense is None else dense
+        start(grid, router_logits, bias, index, weights, dense, tokens)
     return index, weights
 
 
 def topk_backward(
-    router_logits: Tensor, index: Tensor, d_weights: Tensor, *, sigmoid: bool, renormalize: bool
+    router_logits: Tensor,
+    index: Tensor,
+    d_weights: Tensor,
+    *,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float = 1.0,
+    eps: float = 0.0,
 ) -> Tensor:
     """Gradient of the logits [T, E], in their dtype; d_weights [T, K] contiguous."""
     tokens, experts = router_logits.shape
@@ -149,7 +224,8 @@ def topk_backward(
         padded, block, grid = _sizes(tokens, experts)
         start = _topk_backward(
             STRIDE=router_logits.stride(0), E=experts, K=index.shape[1],
-            SIGMOID=sigmoid, RENORMALIZE=renormalize, EP=padded, BLOCK=block, num_warps=4,
+            SIGMOID=sigmoid, RENORMALIZE=renormalize, SCALE=scale, EPS=eps,
+            EP=padded, BLOCK=block, num_warps=4,
         )  # fmt: skip
         start(grid, router_logits, index, d_weights, d_logits, tokens)
     return d_logits
