@@ -227,6 +227,8 @@ def lay_out(archive: Path, checkout: Path | None, folder: Path) -> None:
     shutil.rmtree(tests, ignore_errors=True)
     if checkout:
         shutil.copytree(checkout, tests)
+        if (checkout.parent / "utils").is_dir():  # where its tests look for modules
+            shutil.copytree(checkout.parent / "utils", folder / "utils", dirs_exist_ok=True)
     for name, text in STUBS.items():
         path = tests / name
         path.parent.mkdir(parents=True, exist_ok=True)

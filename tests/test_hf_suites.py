@@ -109,8 +109,9 @@ def test_lays_out_what_can_be_imported(archive, tmp_path):
     own = checkout / "models" / "mixtral" / "test_modeling_mixtral.py"
     own.write_text("class MixtralModelTest(Base):\n    pass\n")
     (checkout / "distributed_testing_utils.py").touch()
+    (tmp_path / "utils" / "test_module").mkdir(parents=True)
     lay_out(archive, checkout, folder)
-    assert (tests / "test_fsdp_mixin.py").exists()
+    assert (tests / "test_fsdp_mixin.py").exists() and (folder / "utils/test_module").is_dir()
     assert hf_suites.test_file(folder, "mixtral").read_text() == own.read_text()
     assert missing("from .a.b import c\nfrom .test_fsdp_mixin import d\n", tests) == ["a.b"]
 
