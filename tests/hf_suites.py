@@ -42,6 +42,7 @@ STUBS = {
     "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
     "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
 }
+STOPPED = "(stopped)"  # in place of the tests that a crash or the limit kept from running
 KNOWN = {  # (way, pattern of tests): why they pass unpatched only
     ("patch", r"test_eager_matches_batched_and_grouped_inference"): "The test switches the "
     "experts implementation and expects transformers' own functions to be called; while a block "
@@ -113,6 +114,9 @@ class Row:
     def wrong(self) -> dict[str, str]:
         """What makes the exit code 1."""
         found = {test: why for test, why in self.lost.items() if not self.reason(test)}
+        for outcomes in (self.unpatched, self.patched):
+            if STOPPED in outcomes.tests:
+                found[STOPPED] = outcomes.tests[STOPPED]["why"]
         idle = self.unpatched.names("passed") and not self.patched.ran
         if idle and not (self.way == "experts" and self.family in NO_SWITCH):
             found["(all)"] = "our code never ran"
@@ -307,6 +311,10 @@ def run(folder: Path, family: str, way: str, options, sites: list[Path], tick: C
             if time.monotonic() - start > options.limit:
                 process.kill()
                 process.wait()
+    if process.returncode not in (0, 1, 2):  # 2: could not be collected, which is recorded
+        why = f"pytest ended with {process.returncode} after {time.monotonic() - start:.0f} s"
+        with results.open("a") as file:
+            file.write(json.dumps({"test": STOPPED, "outcome": "failed", "why": why}) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

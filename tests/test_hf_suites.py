@@ -48,6 +48,11 @@ def test_a_run_in_which_nothing_of_ours_ran_is_wrong():
     assert not row(outcomes(a="failed"), outcomes(a="failed")).wrong  # no fault of the patch
 
 
+def test_a_run_that_was_cut_short_is_wrong():
+    whole, cut = outcomes(a="passed"), outcomes(a="passed", **{hf_suites.STOPPED: "failed"})
+    assert row(cut, whole).wrong and row(whole, cut).wrong and not row(whole, whole).wrong
+
+
 def test_a_failed_subtest_fails_its_test(tmp_path):
     path = tmp_path / "x.patch.jsonl"
     lines = [("a", "failed", "sub"), ("a", "passed", ""), ("b", "passed", "")]
