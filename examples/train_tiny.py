@@ -99,8 +99,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if big else "float32")
-    add("--steps", type=int, default=150 if big else 20)
-    add("--seeds", type=int, default=6 if big else 1)
+    add("--steps", type=int, default=120 if big else 20)
+    add("--seeds", type=int, default=4 if big else 1)
     add("--hidden", type=int, default=512 if big else 64, help="hidden size")
     add("--intermediate", type=int, default=256 if big else 32, help="of each expert")
     add("--experts", type=int, default=32 if big else 4)

@@ -217,6 +217,8 @@ def _families(options: argparse.Namespace, progress: Progress) -> Done | parity.
             notes.append(found)
         else:
             timings += found
+        if options.csv:  # a minute or more: what is there is kept
+            write_csv(timings, options.csv)
         progress.advance(task)
     return timings, [], notes
 

@@ -75,6 +75,15 @@ def test_a_default_configuration_without_experts_is_a_note(monkeypatch, tiny):
     assert "left out" in bench_family(ONE, **CPU)
 
 
+def test_parity_is_judged_on_eight_experts(tiny):
+    tiny.num_experts = 20
+    experts = support.build(ONE).to_empty(device="cpu")
+    few = bench_families._first(experts)
+    assert few.num_experts == len(few.down_proj) == len(few.gate_up_proj) == 8
+    assert experts.num_experts == len(experts.down_proj) == 20
+    assert few.down_proj.data_ptr() == experts.down_proj.data_ptr()
+
+
 def test_rows_are_the_fused_families():
     names = {one.family for one in rows()}
     assert {"qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h"} <= names and "dbrx" not in names

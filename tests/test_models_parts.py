@@ -58,14 +58,14 @@ class Learned(nn.Module):
         return self.act_fn(gate) * up * self.scale
 
 
-def build(family, device="cpu"):
+def build(family, device="cpu", std=0.3):
     if family == "learned":
         experts = Learned(SimpleNamespace(**CONFIG))
     else:
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         experts = getattr(module, FAMILIES[family][0])(SimpleNamespace(**CONFIG))
     for parameter in experts.parameters():
-        nn.init.normal_(parameter, std=0.3)
+        nn.init.normal_(parameter, std=std)
     return experts.to(device)
 
 
@@ -108,7 +108,8 @@ def test_hugging_face_s_results(family, device, dropped, ran):
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_law_holds_biases_included(family, dtype, device):
-    experts = build(family, device).to(dtype)
+    # short of the clamps: at their edge one rounding up or down is a whole gradient (docs/parity.md)
+    experts = build(family, device, std=0.15).to(dtype)
     report = moe_patch.check_parity(experts, tokens=70)
     assert report.passed, report
     names = {row.tensor for section in report.sections for row in section.rows}
