@@ -13,6 +13,7 @@ import torch
 from ops import assert_close, gradients, in_double, moe
 
 from moe_patch import reference
+from moe_patch.activation import Activation
 from moe_patch.experts import expert_order, fused_experts, grouped_gemm
 from moe_patch.routing import select_experts
 
@@ -23,6 +24,7 @@ SIZES = [  # T, H, I, E, K: TMA and pointers, whole and ragged tiles, each tile 
     (1100, 128, 64, 2, 1),
     (1100, 128, 64, 4, 2),
 ]
+FORMS = [Activation(form="interleaved"), Activation("gelu", form="ungated"), Activation()]
 
 
 def low_rank(arguments, rank):
@@ -86,6 +88,21 @@ def main() -> None:
             d_weights = torch.randn_like(weights)
             ours, true = (torch.autograd.grad(w, logits, d_weights)[0] for w in (weights, truth))
             assert_close(ours, true, torch.float32)
+    for size, act, transposed in itertools.product(SIZES[:4], FORMS, (False, True)):
+        options = {"transposed": transposed, "act": act, "biased": True, "routing": "sentinel"}
+        arguments = moe(device, torch.bfloat16, *size, **options)
+        exact = in_double(arguments)
+        out = fused_experts(**arguments, activation=act)
+        truth = reference.fused_experts(**exact, activation=act)
+        d_out = torch.randn_like(out)
+        ours = (out, *gradients(out, d_out, *arguments.values()))
+        true = (truth, *gradients(truth, d_out.double(), *exact.values()))
+        for mine, other in zip(ours, true):
+            assert_close(mine, other, torch.bfloat16)
+        one = moe(device, torch.bfloat16, 1, *size[1:], **options | {"grad": False})
+        with torch.no_grad():
+            truth = reference.fused_experts(**in_double(one), activation=act)
+            assert_close(fused_experts(**one, activation=act), truth, torch.bfloat16)
     for size in ((1, 128, 64, 8, 2), (2, 97, 41, 64, 8)):
         arguments = moe(device, torch.bfloat16, *size, routing="sentinel", grad=False)
         truth = reference.fused_experts(**in_double(arguments))

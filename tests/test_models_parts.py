@@ -108,7 +108,7 @@ def test_hugging_face_s_results(family, device, dropped, ran):
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_law_holds_biases_included(family, dtype, device):
-    # short of the clamps: at their edge one rounding up or down is a whole gradient (docs/parity.md)
+    # short of the clamps, at whose edge a rounding is a whole gradient (docs/parity.md)
     experts = build(family, device, std=0.15).to(dtype)
     report = moe_patch.check_parity(experts, tokens=70)
     assert report.passed, report
