@@ -78,4 +78,6 @@ def _scaled(x: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """x * scaling, contiguous and of that dtype: x itself if it is all that."""
     if scaling == 1 and x.dtype == dtype and x.is_contiguous():
         return x
+    if torch.compiler.is_compiling():  # which takes the strides of `out` for those of x
+        return (x * scaling).to(dtype).contiguous()
     return torch.mul(x, scaling, out=x.new_empty(x.shape, dtype=dtype))

@@ -292,7 +292,8 @@ def run(folder: Path, family: str, way: str, options, sites: list[Path], tick: C
     select = "ModelTest" + "".join(f" and not {name}" for name in SLOW if options.quick)
     select += f" and ({options.k})" if options.k else ""
     paths = [*sites, folder, ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = os.environ | {
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = outer | {
         "PYTHONPATH": os.pathsep.join(map(str, filter(None, paths))),
         "HF_SUITES_WAY": way,
         "HF_SUITES_RESULTS": str(results),

@@ -15,7 +15,8 @@ from types import ModuleType
 import pytest
 import torch
 import transformers
-from test_every_family import SMALL, build, shrink
+from small import SMALL, shrink
+from test_every_family import build
 from test_models_decorated import FAMILIES as CONFIGS
 from test_models_decorated import says_once
 from tiny import assert_close, assert_same_scores, tokens
