@@ -4,8 +4,9 @@ The text is the Python standard library's own source, byte by byte; all runs sta
 weights and see the same batches. Checked, with exit code 1 if it does not hold:
 
 - on a GPU, in bfloat16: the patched curve is no further from Hugging Face's in float32 than
-  Hugging Face's own in bfloat16 is (rms over all steps and seeds, --bound on their ratio: it varies
-  with the seed, since routers at a near-tie send two runs apart by chance);
+  Hugging Face's own in bfloat16 is. Over the first steps, rms of all seeds (--bound on the ratio);
+  then routers at a near-tie send any two runs apart by chance, and what is left to compare is where
+  they end: the loss of the last quarter, mean of the seeds, within two standard errors;
 - in float32: the patched curve stays within --bound of Hugging Face's;
 - all curves go down; the patched model, saved and loaded again with `moe_patch.enabled()`, writes
   the same text patched and not.
@@ -24,6 +25,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 
 import torch
 
@@ -43,6 +45,8 @@ from moe_patch.shapes import Shape, build_model
 
 FAMILIES = {"qwen3_moe": "Qwen3-MoE", "llama4": "Llama4"}
 TRUTH, THEIRS, OURS = "HF float32", "HF", "moe_patch"
+EARLY = 20
+"""Steps before runs that differ by rounding alone have drifted apart."""
 
 
 @dataclass
@@ -62,32 +66,42 @@ class Result:
         """Of a curve from the float32 one, step by step, of all seeds."""
         return [abs(a - b) for a, b in zip(self.flat(name), self.flat(TRUTH))]
 
-    def rms(self, name: str, seed: int | None = None) -> float:
-        """Of the distances, of one seed or of all."""
-        found, steps = self.distances(name), len(self.curves[name][0])
-        if seed is not None:
-            found = found[seed * steps : (seed + 1) * steps]
+    def rms(self, name: str) -> float:
+        """Of the distances over the first steps."""
+        steps = len(self.curves[name][0])
+        found = [d for i, d in enumerate(self.distances(name)) if i % steps < EARLY]
         return (sum(d * d for d in found) / len(found)) ** 0.5
 
-    @property
-    def ratios(self) -> list[float]:
-        """Our rms distance over theirs, seed by seed."""
-        seeds = range(len(self.curves[OURS]))
-        return [self.rms(OURS, seed) / self.rms(THEIRS, seed) for seed in seeds]
+    def ends(self, name: str) -> list[float]:
+        """Mean loss of the last quarter less that of float32, seed by seed."""
+        part = max(1, len(self.curves[name][0]) // 4)
+        pairs = zip(self.curves[name], self.curves[TRUTH])
+        return [sum(ours[-part:]) / part - sum(truth[-part:]) / part for ours, truth in pairs]
 
     @property
     def found(self) -> float:
-        """What --bound is on: our rms distance over theirs; in float32 our largest."""
+        """What --bound is on: our early rms distance over theirs; in float32 our largest."""
         if THEIRS in self.curves:
             return self.rms(OURS) / self.rms(THEIRS)
         return max(self.distances(OURS))
+
+    @property
+    def ends_alike(self) -> bool:
+        """Whether our losses end no further from float32's than theirs, as far as seeds can tell."""
+        if THEIRS not in self.curves:
+            return True
+        ours, theirs = self.ends(OURS), self.ends(THEIRS)
+        error = 0.0
+        if len(ours) > 1:
+            error = stdev(a - b for a, b in zip(ours, theirs)) / len(ours) ** 0.5
+        return abs(fmean(ours)) <= abs(fmean(theirs)) + 2 * error
 
     def holds(self, bound: float) -> bool:
         """Whether the curves agree and go down, and the text is the same."""
         curves = [curve for every in self.curves.values() for curve in every]
         part = max(1, len(curves[0]) // 4)
         down = all(sum(c[-part:]) < sum(c[:part]) for c in curves)
-        return self.found <= bound and down and self.same_text
+        return self.found <= bound and self.ends_alike and down and self.same_text
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -236,22 +250,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot(results, options.out)
     if options.json:
         options.json.write_text(json.dumps({r.family: r.curves for r in results}))
-    table = Table("", "", "first loss", "last quarter", "rms from float32", "found", "holds")
+    table = Table(
+        "", "", "first loss", "last quarter", "from float32", "early rms", "found", "holds"
+    )
     for r in results:
         part = max(1, options.steps // 4)
         for name, curves in r.curves.items():
             last = sum(sum(curve[-part:]) / part for curve in curves) / len(curves)
             cells = [FAMILIES[r.family], name, f"{curves[0][0]:.4f}", f"{last:.4f}"]
-            cells.append("" if name == TRUTH else f"{r.rms(name):.2e}")
+            ends = ", ".join(f"{end:+.3f}" for end in r.ends(name))
+            cells += ["", ""] if name == TRUTH else [ends, f"{r.rms(name):.2e}"]
             verdict = "yes" if r.holds(options.bound) else "NO"
             table.add_row(*cells, *([f"{r.found:.2g}", verdict] if name == OURS else ["", ""]))
     console.print(table)
     for r in results:
         same = "the same text" if r.same_text else "OTHER TEXT"
         console.print(f"{FAMILIES[r.family]} writes, unpatched {same}: {r.text!r}", markup=False)
-        if THEIRS in r.curves:
-            seeds = ", ".join(f"{ratio:.2f}" for ratio in r.ratios)
-            console.print(f"distance from float32 over HF's, seed by seed: {seeds}")
     what = "ratio of distances" if options.dtype == "bfloat16" else "nats"
     console.print(f"bound: {options.bound} ({what}); picture: {options.out}")
     return 0 if all(r.holds(options.bound) for r in results) else 1

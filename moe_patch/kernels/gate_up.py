@@ -80,7 +80,7 @@ def gate_up_kernel(
         if BIAS:
             value = tl.load(bias + expert.to(tl.int64) * INNER + n, mask=inside, other=0.0)
             both += value.to(tl.float32)[None, :]
-        if SAVE_PRE:
+        if SAVE_PRE and FORM != "concatenated":
             at = rows.to(tl.int64)[:, None] * INNER + n[None, :]
             tl.store(pre + at, both.to(pre.dtype.element_ty), mask=mask[:, None] & inside[None, :])
         if FORM == "concatenated":
@@ -113,7 +113,7 @@ def gate_up_kernel(
     n = n0 + tl.arange(0, BN)[None, :]
     mask = mask[:, None] & (n < I)
     at = rows.to(tl.int64)[:, None]
-    if SAVE_PRE and not ONE_DOT:
+    if SAVE_PRE and FORM == "concatenated":
         tl.store(pre + at * (2 * I) + n, gate.to(pre.dtype.element_ty), mask=mask)
         tl.store(pre + at * (2 * I) + I + n, up.to(pre.dtype.element_ty), mask=mask)
     if WEIGHT_ON_INPUT:
