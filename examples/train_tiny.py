@@ -87,7 +87,7 @@ class Result:
 
     @property
     def ends_alike(self) -> bool:
-        """Whether our losses end no further from float32's than theirs, as far as seeds can tell."""
+        """Whether our losses end no further from float32's than theirs, as far as seeds tell."""
         if THEIRS not in self.curves:
             return True
         ours, theirs = self.ends(OURS), self.ends(THEIRS)

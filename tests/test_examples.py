@@ -67,13 +67,13 @@ def test_train_tiny_judges_bound_slope_and_text():
     assert not result(truth=[3.0, 3.1], ours=[3.0, 3.1]).holds(1)
     assert not result(truth=[3.0, 2.0], ours=[3.0, 2.0], same_text=False).holds(1)
     half = result(truth=[3.0, 2.0], theirs=[3.1, 2.1], ours=[3.2, 2.2])
-    assert half.found == pytest.approx(2) and not half.holds(1.1) and half.holds(2.1)
+    assert half.found == pytest.approx(2) and not half.holds(1.1) and not half.ends_alike
     near = [3.0] * 20 + [2.0] * 20
     apart = [a + 0.3 for a in near[20:]]
     far = result(truth=near, theirs=near[:19] + [3.1] + near[20:], ours=near[:20] + apart)
     assert far.found == 0 and not far.ends_alike and not far.holds(1.1)
     chance = result(truth=near, theirs=near[:20] + apart, ours=near[:20] + near[20:])
-    assert chance.ends_alike
+    assert chance.ends_alike and chance.holds(1.1)
 
 
 def test_train_tiny_reads_the_standard_library():
