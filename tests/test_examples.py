@@ -72,7 +72,7 @@ def test_train_tiny_judges_bound_slope_and_text():
     apart = [a + 0.3 for a in near[20:]]
     far = result(truth=near, theirs=near[:19] + [3.1] + near[20:], ours=near[:20] + apart)
     assert far.found == 0 and not far.ends_alike and not far.holds(1.1)
-    chance = result(truth=near, theirs=near[:20] + apart, ours=near[:20] + near[20:])
+    chance = result(truth=near, theirs=near[:19] + [3.1] + apart, ours=near)
     assert chance.ends_alike and chance.holds(1.1)
 
 
