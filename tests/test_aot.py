@@ -32,7 +32,9 @@ def test_compiles_ahead_of_time(chip):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, str(ROOT / "tests/aot.py"), chip, "--shape", "qwen3_30b", "decode"]
-    command += ["llama4_scout", "one_token", "odd", "gpt_oss", "nemotron_h"] if chip == "sm_90" else []
+    command += (
+        ["llama4_scout", "one_token", "odd", "gpt_oss", "nemotron_h"] if chip == "sm_90" else []
+    )
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(re.findall(r"(\w+_kernel)", done.stdout)) == KERNELS
