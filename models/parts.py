@@ -1,6 +1,6 @@
 """Experts that no one kernel computes: grouped GEMM, the class's own gate, grouped GEMM.
 
-For biases, interleaved halves, no gate at all, and gates that are no known function.
+For gates that are no known function, with biases, interleaved halves or whatever else they have.
 """
 
 from __future__ import annotations
