@@ -125,16 +125,20 @@ def contenders(
     return found
 
 
-def step(block: nn.Module, x: torch.Tensor, d_out: torch.Tensor, mode: str) -> Call:
-    """One call to time."""
-    leaves = [x.requires_grad_(), *(p for p in block.parameters() if p.requires_grad)]
+def step(
+    block: nn.Module, x: torch.Tensor, d_out: torch.Tensor, mode: str, *routing: torch.Tensor
+) -> Call:
+    """One call to time; bare experts take (index, weights) as well."""
+    leaves = [x, *(r for r in routing if r.is_floating_point())]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    leaves += [p for p in block.parameters() if p.requires_grad]
 
     def forward() -> None:
         with torch.no_grad():
-            block(x)
+            block(x, *routing)
 
     def backward() -> None:
-        out = _output(block, x)
+        out = _output(block, x, *routing)
         torch.autograd.grad(out, leaves, d_out.view_as(out))
 
     return forward if mode == "forward" else backward
@@ -153,8 +157,8 @@ def memory(block: nn.Module, x: torch.Tensor, d_out: torch.Tensor) -> tuple[floa
     return kept / 1e6, (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def _output(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    out = block(x)
+def _output(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    out = block(*inputs)
     return out[0] if isinstance(out, tuple) else out
 
 

@@ -7,14 +7,13 @@ Parity is judged before, on eight of the experts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import support
-from .bench import OURS, free, short_of, times
+from .bench import MODES, OURS, free, short_of, step, times
 from .parity import ParityReport, check_parity
 from .patcher import patch
 from .shadow import hugging_face, logical, projections, shadow
@@ -75,10 +74,7 @@ def bench_family(
         if not report.passed:
             return report
         return [
-            timing
-            for mode in ("forward", "backward")
-            for count in tokens
-            for timing in _time(one, experts, top_k, count, mode, budget_ms)
+            _time(one, experts, top_k, count, mode, budget_ms) for mode in MODES for count in tokens
         ]
     except torch.OutOfMemoryError as error:
         return f"{one.family}: left out, {short_of(error)}"
@@ -95,7 +91,7 @@ def _first(experts: nn.Module) -> nn.Module:
 
 def _time(
     one: support.Support, experts: nn.Module, top_k: int, tokens: int, mode: str, budget_ms: float
-) -> list[FamilyTiming]:
+) -> FamilyTiming:
     free()
     names = projections(experts)[:2]
     gate_up, down = logical(experts, *(getattr(experts, name) for name in names))
@@ -106,35 +102,17 @@ def _time(
     scores = torch.rand(tokens, num_experts, **where)
     weights, index = scores.topk(top_k)
     weights = (weights / weights.sum(1, keepdim=True)).to(gate_up.dtype)
-    arguments = x.to(gate_up.dtype), index, weights
+    x, d_out = x.to(gate_up.dtype), d_out.to(gate_up.dtype)
     ours = shadow(experts)
     patch(ours)
     blocks = {OURS: ours, HF: hugging_face(experts, "grouped_mm")}
-    calls = {
-        name: _step(each, arguments, d_out.to(gate_up.dtype), mode) for name, each in blocks.items()
-    }
+    calls = {name: step(each, x, d_out, mode, index, weights) for name, each in blocks.items()}
     for call in calls.values():
         call()
     taken = times(calls, budget_ms=budget_ms)
     ms, hf_ms = (statistics.median(taken[name]) for name in (OURS, HF))
     size = f"{hidden}, {inner}, {num_experts}, {top_k}"
-    return [FamilyTiming(one.family, one.experts, size, tokens, mode, ms, hf_ms, hf_ms / ms)]
-
-
-def _step(
-    experts: nn.Module, arguments: tuple[Tensor, ...], d_out: Tensor, mode: str
-) -> Callable[[], None]:
-    x, index, weights = arguments
-    leaves = [x.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
-
-    def forward() -> None:
-        with torch.no_grad():
-            experts(x, index, weights)
-
-    def backward() -> None:
-        torch.autograd.grad(experts(x, index, weights), leaves, d_out)
-
-    return forward if mode == "forward" else backward
+    return FamilyTiming(one.family, one.experts, size, tokens, mode, ms, hf_ms, hf_ms / ms)
 
 
 def _top_k(config: object) -> int | None:

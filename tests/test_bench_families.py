@@ -45,14 +45,14 @@ def test_ours_and_hugging_face_s_default_are_timed(use, tiny, monkeypatch):
         seen.append(set(calls))
         return {OURS: [1.0, 2.0, 3.0], HF: [4.0, 4.0, 9.0]}
 
-    ran, original = [], bench_families._step
+    ran, original = [], bench_families.step
 
     def step(experts, *arguments):
-        ran.append((experts.config._experts_implementation, arguments[-1]))
+        ran.append((experts.config._experts_implementation, arguments[2]))
         return original(experts, *arguments)
 
     monkeypatch.setattr(bench_families, "times", times)
-    monkeypatch.setattr(bench_families, "_step", step)
+    monkeypatch.setattr(bench_families, "step", step)
     found = bench_family(ONE, (1, 5), **CPU)
     assert [(t.tokens, t.mode) for t in found] == [
         (1, "forward"), (5, "forward"), (1, "backward"), (5, "backward"),
