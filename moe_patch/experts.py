@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import kernels
 from .accumulate import Leaf, leaf, target
-from .activation import Activation, constants
+from .activation import Activation, parse
 from .checks import check
 from .grouped import DTYPES, expert_order, grouped_gemm, rows_contiguous, sort
 from .kernels import on_device, op
@@ -349,12 +349,10 @@ def fused_experts(
         RuntimeError: the kernels cannot run on this device.
     """
     options = weight_on == "input", str(activation)
-    if torch.compiler.is_compiling():  # which does not follow the cache behind `constants`
-        ungated = options[1].endswith("ungated")
-    else:
-        ungated = constants(options[1])["FORM"] == "ungated"  # or raises
+    if not torch.compiler.is_compiling():
+        parse(options[1])  # or raises
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    check(*tensors, weight_on, 1 if ungated else 2, gate_up_bias, down_bias)
+    check(*tensors, weight_on, 1 if options[1].endswith("ungated") else 2, gate_up_bias, down_bias)
     dtype = gate_up_proj.dtype
     if torch.is_autocast_enabled(hidden_states.device.type):
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
