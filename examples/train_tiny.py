@@ -115,6 +115,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if big else "float32")
     add("--steps", type=int, default=120 if big else 20)
     add("--seeds", type=int, default=4 if big else 1)
+    add("--first-seed", type=int, default=0)
     add("--hidden", type=int, default=512 if big else 64, help="hidden size")
     add("--intermediate", type=int, default=256 if big else 32, help="of each expert")
     add("--experts", type=int, default=32 if big else 4)
@@ -192,7 +193,7 @@ def run(family: str, options: argparse.Namespace, progress: Progress) -> Result:
     if dtype == torch.float32:
         del ways[THEIRS]
     curves: dict[str, list[list[float]]] = {name: [] for name in ways}
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         data = batches(text, options, seed)
         for name, kind in ways.items():
             model = build_model(shape, layers=options.layers, device=DEVICE, seed=seed).to(kind)
