@@ -4,9 +4,9 @@ The text is the Python standard library's own source, byte by byte; all runs sta
 weights and see the same batches. Checked, with exit code 1 if it does not hold:
 
 - on a GPU, in bfloat16: the patched curve is no further from Hugging Face's in float32 than
-  Hugging Face's own in bfloat16 is. Over the first steps, rms of all seeds (--bound on the ratio);
-  then routers at a near-tie send any two runs apart by chance, and what is left to compare is where
-  they end: the loss of the last quarter, mean of the seeds, within two standard errors;
+  Hugging Face's own in bfloat16 is. Routers at a near-tie send any two runs apart by chance, so
+  that is asked of many seeds: their curves' mean distances, ours less theirs, are on average no
+  more than two standard errors above zero (one honest run in twenty fails);
 - in float32: the patched curve stays within --bound of Hugging Face's;
 - all curves go down; the patched model, saved and loaded again with `moe_patch.enabled()`, writes
   the same text patched and not.
@@ -45,8 +45,6 @@ from moe_patch.shapes import Shape, build_model
 
 FAMILIES = {"qwen3_moe": "Qwen3-MoE", "llama4": "Llama4"}
 TRUTH, THEIRS, OURS = "HF float32", "HF", "moe_patch"
-EARLY = 20
-"""Steps before runs that differ by rounding alone have drifted apart."""
 
 
 @dataclass
@@ -58,50 +56,28 @@ class Result:
     text: str
     same_text: bool
 
-    def flat(self, name: str) -> list[float]:
-        """The losses of all seeds."""
-        return [loss for curve in self.curves[name] for loss in curve]
-
-    def distances(self, name: str) -> list[float]:
-        """Of a curve from the float32 one, step by step, of all seeds."""
-        return [abs(a - b) for a, b in zip(self.flat(name), self.flat(TRUTH))]
-
-    def rms(self, name: str) -> float:
-        """Of the distances over the first steps."""
-        steps = len(self.curves[name][0])
-        found = [d for i, d in enumerate(self.distances(name)) if i % steps < EARLY]
-        return (sum(d * d for d in found) / len(found)) ** 0.5
-
-    def ends(self, name: str) -> list[float]:
-        """Mean loss of the last quarter less that of float32, seed by seed."""
-        part = max(1, len(self.curves[name][0]) // 4)
+    def distances(self, name: str) -> list[list[float]]:
+        """Of the curves from the float32 ones, step by step."""
         pairs = zip(self.curves[name], self.curves[TRUTH])
-        return [sum(ours[-part:]) / part - sum(truth[-part:]) / part for ours, truth in pairs]
+        return [[abs(a - b) for a, b in zip(*pair)] for pair in pairs]
 
-    @property
-    def found(self) -> float:
-        """What --bound is on: our early rms distance over theirs; in float32 our largest."""
-        if THEIRS in self.curves:
-            return self.rms(OURS) / self.rms(THEIRS)
-        return max(self.distances(OURS))
-
-    @property
-    def ends_alike(self) -> bool:
-        """Whether our losses end no further from float32's than theirs, as far as seeds tell."""
-        if THEIRS not in self.curves:
-            return True
-        ours, theirs = self.ends(OURS), self.ends(THEIRS)
-        error = 0.0
-        if len(ours) > 1:
-            error = stdev(a - b for a, b in zip(ours, theirs)) / len(ours) ** 0.5
-        return abs(fmean(ours)) <= abs(fmean(theirs)) + 2 * error
+    def further(self) -> tuple[float, float]:
+        """How much further from float32 our curves are than theirs, and its standard error."""
+        pairs = zip(self.distances(OURS), self.distances(THEIRS))
+        found = [fmean(ours) - fmean(theirs) for ours, theirs in pairs]
+        return fmean(found), stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
 
     def holds(self, bound: float) -> bool:
         """Whether the curves agree and go down, and the text is the same."""
         curves = [curve for every in self.curves.values() for curve in every]
         part = max(1, len(curves[0]) // 4)
         down = all(sum(c[-part:]) < sum(c[:part]) for c in curves)
-        return self.found <= bound and self.ends_alike and down and self.same_text
+        if THEIRS in self.curves:
+            further, error = self.further()
+            agree = further <= 2 * error
+        else:
+            agree = max(map(max, self.distances(OURS))) <= bound
+        return agree and down and self.same_text
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -113,8 +89,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if big else "float32")
-    add("--steps", type=int, default=120 if big else 20)
-    add("--seeds", type=int, default=4 if big else 1)
+    add("--steps", type=int, default=100 if big else 20)
+    add("--seeds", type=int, default=6 if big else 1)
     add("--first-seed", type=int, default=0)
     add("--hidden", type=int, default=512 if big else 64, help="hidden size")
     add("--intermediate", type=int, default=256 if big else 32, help="of each expert")
@@ -124,14 +100,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=16 if big else 4)
     add("--length", type=int, default=512 if big else 32, help="bytes of each sequence")
     add("--lr", type=float, default=1e-3 if big else 5e-3)
-    add("--bound", type=float, help="default: 1.25 in bfloat16, 1e-3 nats in float32")
+    add("--bound", type=float, default=1e-3, help="nats; in float32")
     add("--new-tokens", type=int, default=64 if big else 24, help="bytes to generate")
     add("--out", type=Path, default=Path("out/train_tiny.png"), help="the picture")
     add("--json", type=Path, help="write all losses there")
-    options = parser.parse_args(arguments)
-    if options.bound is None:
-        options.bound = 1.25 if options.dtype == "bfloat16" else 1e-3
-    return options
+    return parser.parse_args(arguments)
 
 
 def standard_library() -> torch.Tensor:
@@ -231,7 +204,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
             style = {"linestyle": "--", "color": "black"} if name == OURS else {"alpha": 0.6}
             top.plot(curves[0], label=name, **style)
             if name != TRUTH:
-                distances = [max(d, 1e-8) for d in result.distances(name)[: len(curves[0])]]
+                distances = [max(d, 1e-8) for d in result.distances(name)[0]]
                 bottom.semilogy(distances, linewidth=0.8, **style)
         top.set(title=FAMILIES[result.family], ylabel="loss, nats per byte")
         top.legend()
@@ -251,24 +224,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot(results, options.out)
     if options.json:
         options.json.write_text(json.dumps({r.family: r.curves for r in results}))
-    table = Table(
-        "", "", "first loss", "last quarter", "from float32", "early rms", "found", "holds"
-    )
+    table = Table("", "", "first loss", "last quarter", "mean distance", "further", "holds")
     for r in results:
         part = max(1, options.steps // 4)
         for name, curves in r.curves.items():
-            last = sum(sum(curve[-part:]) / part for curve in curves) / len(curves)
+            last = fmean(fmean(curve[-part:]) for curve in curves)
             cells = [FAMILIES[r.family], name, f"{curves[0][0]:.4f}", f"{last:.4f}"]
-            ends = ", ".join(f"{end:+.3f}" for end in r.ends(name))
-            cells += ["", ""] if name == TRUTH else [ends, f"{r.rms(name):.2e}"]
-            verdict = "yes" if r.holds(options.bound) else "NO"
-            table.add_row(*cells, *([f"{r.found:.2g}", verdict] if name == OURS else ["", ""]))
+            cells.append("" if name == TRUTH else f"{fmean(map(fmean, r.distances(name))):.2e}")
+            if name == OURS:
+                if THEIRS in r.curves:
+                    cells.append("{:+.1e}, error {:.1e}".format(*r.further()))
+                else:
+                    cells.append(f"at most {max(map(max, r.distances(OURS))):.1e}")
+                cells.append("yes" if r.holds(options.bound) else "NO")
+            table.add_row(*cells)
     console.print(table)
     for r in results:
         same = "the same text" if r.same_text else "OTHER TEXT"
         console.print(f"{FAMILIES[r.family]} writes, unpatched {same}: {r.text!r}", markup=False)
-    what = "ratio of distances" if options.dtype == "bfloat16" else "nats"
-    console.print(f"bound: {options.bound} ({what}); picture: {options.out}")
+    console.print(f"picture: {options.out}")
     return 0 if all(r.holds(options.bound) for r in results) else 1
 
 

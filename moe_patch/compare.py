@@ -48,6 +48,9 @@ class _Force(TorchFunctionMode):
 Run = dict[str, Tensor]
 """What one pass gave: output, index, weights, logits, and gradients d_*; ours also *_no_grad."""
 
+_SEED = 0x6D6F65
+"""Added to seeds: weights drawn by the same one would begin with the inputs themselves."""
+
 MIN_SLOTS = 128
 """Slots that a verdict needs: a rms over a handful of numbers says nothing."""
 
@@ -366,7 +369,7 @@ class Comparison:
 
         Few tokens are drawn again and their errors pooled, until MIN_SLOTS slots are in the sums.
         """
-        generator = torch.Generator(self.device).manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(_SEED + seed)
         measured, repeat, slots, draws, scale = None, None, 0, 0, None
         with plain_arithmetic():
             while slots < MIN_SLOTS:

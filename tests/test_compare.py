@@ -433,3 +433,12 @@ def test_arithmetic_settings_are_put_back():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_inputs_are_not_the_numbers_that_weights_of_the_same_seed_begin_with(monkeypatch):
+    comparison, seen = Comparison(build(BLOCKS[0])), []
+    monkeypatch.setattr(Comparison, "_run_ours", lambda self, given, _: seen.append(given) or {})
+    with pytest.raises(KeyError):
+        comparison.rows(64, backward=False, seed=5)
+    drawn = torch.randn(64, comparison.hidden_size, generator=torch.Generator().manual_seed(5))
+    assert not torch.allclose(seen[0].x / seen[0].x[0, 0], drawn / drawn[0, 0])

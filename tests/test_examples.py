@@ -58,22 +58,22 @@ def test_train_tiny_judges_bound_slope_and_text():
 
     def result(same_text=True, **curves):
         names = {"truth": example.TRUTH, "theirs": example.THEIRS, "ours": example.OURS}
-        curves = {names[name]: [curve] for name, curve in curves.items()}
+        curves = {names[name]: seeds for name, seeds in curves.items()}
         return example.Result("llama4", curves, "text", same_text)
 
-    good = result(truth=[3.0, 2.0], ours=[3.0, 2.01])
-    assert good.found == pytest.approx(0.01)
+    good = result(truth=[[3.0, 2.0]], ours=[[3.0, 2.01]])
     assert good.holds(0.02) and not good.holds(0.001)
-    assert not result(truth=[3.0, 3.1], ours=[3.0, 3.1]).holds(1)
-    assert not result(truth=[3.0, 2.0], ours=[3.0, 2.0], same_text=False).holds(1)
-    half = result(truth=[3.0, 2.0], theirs=[3.1, 2.1], ours=[3.2, 2.2])
-    assert half.found == pytest.approx(2) and not half.holds(1.1) and not half.ends_alike
-    near = [3.0] * 20 + [2.0] * 20
-    apart = [a + 0.3 for a in near[20:]]
-    far = result(truth=near, theirs=near[:19] + [3.1] + near[20:], ours=near[:20] + apart)
-    assert far.found == 0 and not far.ends_alike and not far.holds(1.1)
-    chance = result(truth=near, theirs=near[:19] + [3.1] + apart, ours=near)
-    assert chance.ends_alike and chance.holds(1.1)
+    assert not result(truth=[[3.0, 3.1]], ours=[[3.0, 3.1]]).holds(1)
+    assert not result(truth=[[3.0, 2.0]], ours=[[3.0, 2.0]], same_text=False).holds(1)
+
+    truth = [[3.0, 2.0]] * 3
+    theirs = [[3.1, 2.1], [3.0, 1.9], [3.0, 2.1]]
+    far = result(truth=truth, theirs=theirs, ours=[[3.2, 2.2], [3.1, 1.8], [3.1, 2.2]])
+    assert far.further() == pytest.approx((0.1, 0.0), abs=1e-9) and not far.holds(1)
+    chance = result(truth=truth, theirs=theirs, ours=[[3.0, 2.0], [3.1, 1.8], [3.0, 2.1]])
+    assert chance.further() == pytest.approx((0.0, 0.1 / 3**0.5)) and chance.holds(0)
+    nearer = result(truth=truth, theirs=theirs, ours=truth)
+    assert nearer.holds(0)
 
 
 def test_train_tiny_reads_the_standard_library():
