@@ -78,7 +78,7 @@ def _binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> tuple[Any, ...
     launcher = compiled.run
     assert not launcher.global_scratch_size and not launcher.profile_scratch_size
     start, boxes = launcher.launch, []
-    at = [i for i, arg in enumerate(args) if isinstance(arg, TensorDescriptor)]
+    at = [i for i, arg in enumerate(args) if hasattr(arg, "block_shape")]  # Triton's or Gluon's
     if at:  # wrapped in Python, to encode descriptors at every launch
         start = inspect.getclosurevars(start).nonlocals["launcher"]
         for i, meta in zip(at, compiled.metadata.tensordesc_meta, strict=True):

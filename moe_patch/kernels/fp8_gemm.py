@@ -1,0 +1,191 @@
+"""Grouped GEMM of e4m3 with block scales: x 1x128, weights 128x128, float32 sums promoted every 128.
+
+out[r] = sum over blocks b of K of x_scale[r, b] * w_scale[e_r, n / 128, b] * (x[r, b] W[e_r, n, b]^T)
+(DeepSeek-V3, arXiv:2412.19437, section 3.3). Or, of a gate and an up projection, their activation,
+quantised again for the next one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..activation import constants
+from ..order import ExpertOrder
+from .launch import Launch, cdiv, descriptor
+from .quantize import BLOCK, quantize_rows
+from .tiles import INTERPRET, chip, find_tile, glu
+
+
+@triton.jit
+def place(
+    at, tiles, tile_expert, tile_row, ends,
+    NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """(expert, first row, the row after its last, column tile) of a tile; M_MAX > 0: masked, with
+    expert e's rows from e * M_MAX on and their count in `ends`, clamped to it."""
+    if M_MAX > 0:
+        NUM_M: tl.constexpr = (M_MAX + BM - 1) // BM
+        expert = at // (NUM_M * NUM_N)
+        local = at % (NUM_M * NUM_N)
+        first = expert * M_MAX + local % NUM_M * BM
+        end = expert * M_MAX + tl.minimum(tl.load(ends + expert), M_MAX)
+        column = local // NUM_M
+    else:
+        tile, column = find_tile(at, tiles, NUM_N, GROUP_M)
+        expert = tl.load(tile_expert + tile)
+        first = tl.load(tile_row + tile)
+        end = tl.load(ends + expert + 1)
+    return expert, first, end, column
+
+
+@triton.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os", "groups"])
+def fp8_gemm_kernel(
+    x, w, x_scale, w_scale, out, out_scale, ends, tile_expert, tile_row, num_tiles,
+    stride_xs, stride_xg, stride_os, groups,
+    N: tl.constexpr, K: tl.constexpr, M_MAX: tl.constexpr, ACTIVATE: tl.constexpr,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+    INTERPRET: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """For any chip with FP8 products; fp8_hopper_kernel does the same, and takes the same."""
+    WIDTH: tl.constexpr = N // 2 if ACTIVATE else N
+    NUM_N: tl.constexpr = (WIDTH + 127) // 128
+    NUM_K: tl.constexpr = (K + 127) // 128
+    NUM_S: tl.constexpr = (N + 127) // 128
+    pid = tl.program_id(0)
+    tiles = 0
+    if M_MAX == 0:
+        tiles = tl.load(num_tiles)
+        if pid >= tiles * NUM_N:
+            return
+    expert, first, end, column = place(pid, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M)  # fmt: skip # noqa: E501
+    if first >= end:
+        return
+    rows = first + tl.arange(0, BM)
+    inside = rows < end
+    n = column * 128 + tl.arange(0, 128)
+    x_rows = x + rows.to(tl.int64)[:, None] * K
+    x_scales = x_scale + rows.to(tl.int64) * stride_xs
+    w_columns = w + (expert.to(tl.int64) * N + n[None, :]) * K
+    w_scales = w_scale + (expert * NUM_S + column) * NUM_K
+    acc = tl.zeros([BM, 128], dtype=tl.float32)
+    up = tl.zeros([BM, 128], dtype=tl.float32)
+    for block in range(NUM_K):
+        k = block * 128 + tl.arange(0, 128)
+        a = tl.load(x_rows + k[None, :], mask=inside[:, None] & (k[None, :] < K), other=0.0)
+        mask = (n[None, :] < WIDTH) & (k[:, None] < K)
+        by_x = tl.load(x_scales + block * stride_xg, mask=inside, other=0.0)
+        b = tl.load(w_columns + k[:, None], mask=mask, other=0.0)
+        acc = tl.fma(tl.dot(a, b), (by_x * tl.load(w_scales + block))[:, None], acc)
+        if ACTIVATE:
+            b = tl.load(w_columns + (WIDTH * K + k[:, None]), mask=mask, other=0.0)
+            by_w = tl.load(w_scales + NUM_N * NUM_K + block)
+            up = tl.fma(tl.dot(a, b), (by_x * by_w)[:, None], up)
+    if ACTIVATE:
+        acc, _, _ = glu(acc, up, ACT, LIMIT, ALPHA, OFFSET)
+        acc, scale = quantize_rows(acc, False, INTERPRET)
+        to = out_scale + column.to(tl.int64) * stride_os + rows[:, None]
+        tl.store(to, scale, mask=inside[:, None])
+    at = out + rows.to(tl.int64)[:, None] * WIDTH + n[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (n[None, :] < WIDTH))
+
+
+@functools.cache
+def _hopper(device: torch.device) -> bool:
+    return chip(device)[0] == 90
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def runs(device: torch.device) -> bool:
+    """Whether the device multiplies e4m3."""
+    return INTERPRET or (device.type == "cuda" and chip(device)[0] >= 89)
+
+
+@functools.lru_cache(1024)
+def _prepared(hopper: bool, activation: str, **told) -> Launch:
+    told |= {k: v for k, v in constants(activation).items() if k != "FORM"}
+    if not hopper:
+        height = told["BM"]
+        told["INTERPRET"] = INTERPRET
+        return Launch(fp8_gemm_kernel, **told, num_warps=8 if height == 128 else 4, num_stages=3)
+    from .fp8_hopper import fp8_hopper_kernel
+
+    del told["BM"]
+    return Launch(fp8_hopper_kernel, **told, STAGES=4, num_warps=4)
+
+
+@functools.lru_cache(4096)
+def _box(pointer: int, rows: int, columns: int, height: int):
+    """A descriptor for Gluon, of boxes [height, 128]; it does not keep the memory alive."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    plain = descriptor(pointer, torch.float8_e4m3fn, (rows, columns), (columns, 1), (height, BLOCK))
+    layout = NVMMASharedLayout(128, 8, 2)
+    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
+
+
+def fp8_gemm(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    order: ExpertOrder | None = None,
+    *,
+    masked_m: Tensor | None = None,
+    activation: str | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(out [S, N] bfloat16, None); with `activation` (e4m3 [S, N / 2], scales [S, N / 256]).
+
+    x e4m3 [S, K], contiguous, in expert order, or with `masked_m` [E] int32 E equal parts of which
+    the first masked_m[e] rows count. x_scale float32 [S, ceil(K / 128)], any strides; weight e4m3
+    [E, N, K] and weight_scale float32 [E, ceil(N / 128), ceil(K / 128)], contiguous. With
+    `activation` N is a multiple of 256: gates first. Other rows of the result are not written.
+    """
+    (slots, columns), (experts, n, _) = x.shape, weight.shape
+    scale = None
+    if activation:
+        out = x.new_empty(slots, n // 2)
+        scale = x.new_empty(n // 2 // BLOCK, slots, dtype=torch.float32).t()
+    elif out is None:
+        out = x.new_empty(slots, n, dtype=torch.bfloat16)
+    if slots == 0:
+        return out, scale
+    hopper = not INTERPRET and _hopper(x.device) and columns % 16 == 0
+    hopper &= (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    if masked_m is None:
+        height, m_max, ends = order.block_m, 0, order.expert_offsets
+        tiles, listed = order.tile_expert.numel(), (order.tile_expert, order.tile_row, order.num_tiles)  # fmt: skip # noqa: E501
+        hopper &= height == 128
+    else:
+        m_max, ends, listed = slots // experts, masked_m, (None,) * 3
+        height = 128 if hopper else 64
+        tiles = experts * cdiv(m_max, height)
+    start = _prepared(
+        hopper, activation or "silu None 1.0 0.0 concatenated",
+        N=n, K=columns, M_MAX=m_max, ACTIVATE=activation is not None, BM=height,
+        GROUP_M=16 if columns > 4096 else 8,
+    )  # fmt: skip
+    wide = n // 2 if activation else n
+    tiles *= cdiv(wide, BLOCK if activation or not hopper else 2 * BLOCK)
+    operands = (x, weight)
+    if hopper:
+        operands = (
+            _box(x.data_ptr(), slots, columns, 64),
+            _box(weight.data_ptr(), experts * n, columns, BLOCK),
+        )
+        tiles = min(tiles, _programs(x.device))
+    start(
+        (tiles,), *operands, x_scale, weight_scale, out, scale, ends, *listed,
+        *x_scale.stride(), 0 if scale is None else scale.stride(1), experts,
+    )  # fmt: skip
+    return out, scale
