@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench_cli.add_arguments(command)
     command.set_defaults(run=_bench)
-    _common(command, dtypes="bf16")
+    _common(command, dtypes="bf16", more=("fp8",))
 
     command = commands.add_parser(
         "tune",
@@ -103,12 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _common(command: argparse.ArgumentParser, dtypes: str) -> None:
+def _common(command: argparse.ArgumentParser, dtypes: str, more: tuple[str, ...] = ()) -> None:
     command.add_argument(
         "--shape", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(shapes.SHAPES)}"
     )
     command.add_argument("--tokens", nargs="+", type=_positive, metavar="N")
-    command.add_argument("--dtype", nargs="+", choices=DTYPES, help=f"default: {dtypes}")
+    command.add_argument("--dtype", nargs="+", choices=(*DTYPES, *more), help=f"default: {dtypes}")
     command.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write json, to stdout without FILE"
     )

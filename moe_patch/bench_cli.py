@@ -24,9 +24,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from . import bench, bench_families, bench_lora, bench_model, parity, shapes
+from . import bench, bench_families, bench_fp8, bench_lora, bench_model, parity, shapes
 from .bench import OURS, Ceilings, Timing
 from .bench_families import FamilyTiming
+from .bench_fp8 import Fp8Timing
 from .bench_model import Rate
 
 if TYPE_CHECKING:
@@ -78,6 +79,14 @@ def check(options: argparse.Namespace) -> None:
             bench_lora.supported(name)
     if options.graph and "backward" in (options.mode or ()):
         raise ValueError("--graph times the forward only: leave out --mode backward")
+    if "fp8" in (options.dtype or ()):
+        others = ("mode", "graph", "no_eager", "no_compile", "png", "lora")
+        given = [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]
+        if len(options.dtype) > 1 or given or len(options.shape) > 1:
+            found = given[0] if given else "other dtype and no second shape"
+            raise ValueError(
+                f"--dtype fp8 has rows of its own and takes no {found}: run bench twice"
+            )
     ours = ("shape", "dtype", "mode", "graph", "no_eager", "no_compile", "png", "lora", "tokens")
     given = [f"--{name.replace('_', '-')}" for name in ours if getattr(options, name)]
     if options.families is not None:
@@ -111,6 +120,8 @@ def run(options: argparse.Namespace) -> int:
     with progress_bar() as progress:
         if options.families is not None:
             done = _families(options, progress)
+        elif "fp8" in (options.dtype or ()):
+            done = _fp8(options, progress)
         else:
             done = (_models if options.model_config else _blocks)(options, progress)
     if isinstance(done, str):
@@ -133,7 +144,8 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join([f"moe_patch bench on {environment}", *map(str, ceilings)]))
         console = Console() if sys.stdout.isatty() else Console(width=120)
         tables = _rate_tables if options.model_config else _timing_tables
-        for table in (_family_table if options.families is not None else tables)(rows):
+        tables = _family_table if options.families is not None else tables
+        for table in (_fp8_table if "fp8" in (options.dtype or ()) else tables)(rows):
             console.print(table)
         print("".join(f"note: {note}\n" for note in notes), end="")
     return 0
@@ -223,6 +235,20 @@ def _families(options: argparse.Namespace, progress: Progress) -> Done | parity.
     return timings, [], notes
 
 
+def _fp8(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport:
+    shape = (options.shape or ["dsv3_ep32"])[0]
+    task, timings = progress.add_task("", total=None), []
+    for row in bench_fp8.rows(shape, tuple(options.tokens or bench_fp8.TOKENS)):
+        progress.update(task, description=row.name)
+        found = bench_fp8.bench_fp8(row)
+        if isinstance(found, parity.ParityReport):
+            return found
+        timings += found
+        if options.csv:
+            write_csv(timings, options.csv)
+    return timings, [], []
+
+
 def progress_bar() -> Progress:
     """How far it is, what is under way and for how long, on stderr; gone in the end."""
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
@@ -290,6 +316,16 @@ def _family_table(timings: Sequence[FamilyTiming]) -> Iterable[Table]:
     for (family, size), group in itertools.groupby(timings, lambda t: (t.family, t.size)):
         found = {(t.mode, t.tokens): f"{t.speedup:.2f}" for t in group}
         table.add_row(family, size, *(found.get(column, "") for column in columns))
+    yield table
+
+
+def _fp8_table(timings: Sequence[Fp8Timing]) -> Iterable[Table]:
+    header = ["", "", "ms", "p10 to p90", "TFLOP/s", "TB/s", f"{OURS} is"]
+    table = Table(*header, title="FP8, scales 1x128 and 128x128")
+    for t in timings:
+        cells = [f"{t.ms:.3f}", f"{t.p10:.3f} to {t.p90:.3f}", f"{t.tflops:.0f}", f"{t.tb_s:.2f}"]
+        speedup = "" if t.implementation == OURS else f"{t.speedup:.2f} x as fast"
+        table.add_row(t.row, t.implementation, *cells, speedup)
     yield table
 
 

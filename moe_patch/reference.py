@@ -193,3 +193,82 @@ def fused_experts(
             0, token, rows * weight if weight_on == "output" else rows.to(out.dtype)
         )
     return out.to(hidden_states.dtype)
+
+
+def quantize(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+    """Twin of :func:`moe_patch.fp8.quantize`."""
+    blocks = F.pad(x.float(), (0, -x.shape[1] % 128)).unflatten(1, (-1, 128))
+    scale = blocks.abs().amax(-1) / 448
+    scale = scale.masked_fill(scale == 0, 1)
+    if ue8m0:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    q = (blocks / scale[..., None]).flatten(1)[:, : x.shape[1]]
+    return q.to(torch.float8_e4m3fn), scale
+
+
+def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """e4m3 [..., K] with scales [..., ceil(K / 128)], or [..., N, K] with [..., ceil(N / 128),
+    ceil(K / 128)]."""
+    scale = scale.float().to(dtype).repeat_interleave(128, -1)[..., : x.shape[-1]]
+    if scale.shape != x.shape:
+        scale = scale.repeat_interleave(128, -2)[..., : x.shape[-2], :]
+    return x.to(dtype) * scale
+
+
+def fp8_grouped_gemm(
+    lhs: Tensor,
+    lhs_scale: Tensor,
+    rhs: Tensor,
+    rhs_scale: Tensor,
+    offsets: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Twin of :func:`moe_patch.fp8.grouped_gemm`, computed and returned in `dtype`."""
+    x = dequantize(lhs, lhs_scale, dtype)
+    out = x.new_zeros(len(x), rhs.shape[1])
+    edges = offsets.clamp(0, len(x)).tolist()
+    for g, (begin, end) in enumerate(zip(edges, edges[1:])):
+        out[begin:end] = x[begin:end] @ dequantize(rhs[g], rhs_scale[g], dtype).T
+    return out
+
+
+def fp8_moe(
+    hidden_states: Tensor,
+    hidden_states_scale: Tensor | None,
+    router_logits: Tensor,
+    gate_up_proj: Tensor,
+    gate_up_scale_inv: Tensor,
+    down_proj: Tensor,
+    down_scale_inv: Tensor,
+    *,
+    correction_bias: Tensor | None = None,
+    local_expert_offset: int = 0,
+    top_k: int = 8,
+    num_groups: int = 8,
+    top_groups: int = 4,
+    routed_scaling_factor: float = 2.5,
+    activation: Activation | str = "silu",
+    dtype: torch.dtype = torch.float32,
+    requantize: bool = True,
+) -> Tensor:
+    """Twin of :func:`moe_patch.fp8.moe`, computed in `dtype`; without `requantize` only its inputs
+    are quantised."""
+    index, weights = select_experts(
+        router_logits, top_k, score="sigmoid", renormalize=True, dtype=torch.float32,
+        scale=routed_scaling_factor, eps=1e-20, bias=correction_bias,
+        num_groups=num_groups, top_groups=top_groups,
+    )  # fmt: skip
+    if hidden_states_scale is None:
+        hidden_states, hidden_states_scale = quantize(hidden_states)
+    x = dequantize(hidden_states, hidden_states_scale, dtype)
+    out = torch.zeros_like(x)
+    for expert in range(len(down_proj)):
+        token, choice = torch.where(index == local_expert_offset + expert)
+        rows = x[token] @ dequantize(gate_up_proj[expert], gate_up_scale_inv[expert], dtype).T
+        rows = glu(rows, activation)
+        if requantize:
+            rows = dequantize(*quantize(rows), dtype)
+        rows = rows @ dequantize(down_proj[expert], down_scale_inv[expert], dtype).T
+        out.index_add_(0, token, rows * weights[token, choice, None].to(dtype))
+    return out

@@ -66,7 +66,9 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def op(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def op(
+    fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: a function that torch.compile sees as one opaque op with `fake`'s shapes.
 
     Eager calls skip the dispatcher, which costs more than a decode step's kernels.
@@ -74,7 +76,7 @@ def op(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[...,
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         name = f"moe_patch::{function.__name__.lstrip('_')}"
-        registered = torch.library.custom_op(name, function, mutates_args=())
+        registered = torch.library.custom_op(name, function, mutates_args=mutates)
         registered.register_fake(fake)
 
         @functools.wraps(function)

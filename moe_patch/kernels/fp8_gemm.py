@@ -18,7 +18,7 @@ from ..activation import constants
 from ..order import ExpertOrder
 from .launch import Launch, cdiv, descriptor
 from .quantize import BLOCK, quantize_rows
-from .tiles import INTERPRET, chip, find_tile, glu
+from .tiles import INTERPRET, block_m, chip, find_tile, glu
 
 
 @triton.jit
@@ -107,6 +107,13 @@ def _programs(device: torch.device) -> int:
 def runs(device: torch.device) -> bool:
     """Whether the device multiplies e4m3."""
     return INTERPRET or (device.type == "cuda" and chip(device)[0] >= 89)
+
+
+def height(slots: int, num_experts: int, device: torch.device) -> int:
+    """Of the row tiles that an order for `fp8_gemm` should have."""
+    if INTERPRET or not _hopper(device):
+        return block_m(slots, num_experts, torch.float8_e4m3fn)
+    return 128
 
 
 @functools.lru_cache(1024)

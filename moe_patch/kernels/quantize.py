@@ -28,7 +28,9 @@ def quantize_rows(value, UE8M0: tl.constexpr, INTERPRET: tl.constexpr):
         bits = value.to(tl.uint32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
         small = tl.abs(value) < 0.015625
-        value = tl.where(small, (value + 24576.0) - 24576.0, normal)  # a step is 2**-9 there
+        rounded = tl.where(small, (value + 24576.0) - 24576.0, normal)  # a step is 2**-9 there
+        nan = tl.full([], 0x7FF00000, tl.uint32).to(tl.float32, bitcast=True)
+        value = tl.where(value == value, rounded, nan)
     return value.to(tl.float8e4nv), scale
 
 
@@ -53,7 +55,9 @@ def quantize_kernel(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     mask = inside[:, None, None] & (k < K)[None, :, :]
-    value = tl.load(x + source.to(tl.int64)[:, None, None] * STRIDE_X + k[None], mask=mask, other=0.0)
+    value = tl.load(
+        x + source.to(tl.int64)[:, None, None] * STRIDE_X + k[None], mask=mask, other=0.0
+    )
     scale_mask = inside[:, None] & (group * 128 < K)[None, :]
     if x_scale is not None:
         at = source.to(tl.int64)[:, None] * stride_xs + group[None, :] * stride_xg

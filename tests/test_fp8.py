@@ -1,0 +1,237 @@
+"""FP8 with block scales: quantisation, both layouts and the layer, against plain PyTorch."""
+
+import pytest
+import torch
+
+from moe_patch import fp8, reference
+
+E4M3 = torch.float8_e4m3fn
+# e4m3 rounds at 2**-4; honest float32 sums rounded to bfloat16 stay under 0.7 * 2**-7
+BOUND, ROUNDED = 0.7 * 2**-7, 2**-5
+
+
+def draw(device, *shape, seed=0, std=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * std).to(device)
+
+
+def weights(device, groups, n, k, seed=1):
+    """e4m3 [G, N, K] and scales, blocks of different magnitudes."""
+    n_blocks, k_blocks = fp8.blocks(n), fp8.blocks(k)
+    size = draw(device, groups, n_blocks, k_blocks, seed=seed + 1).exp()
+    wide = draw(device, groups, n_blocks, 128, k_blocks, 128, seed=seed)
+    wide = wide * size[:, :, None, :, None] * k**-0.5
+    scale = wide.abs().amax((2, 4)) / 448
+    q = (wide / scale[:, :, None, :, None]).flatten(3).flatten(1, 2)[:, :n, :k]
+    return q.contiguous().to(E4M3), scale
+
+
+def rms(x):
+    return float(x.double().square().mean().sqrt())
+
+
+def far(found, truth):
+    """rms error over the truth's rms."""
+    assert found.shape == truth.shape and bool(torch.isfinite(found.float()).all())
+    return rms(found.double() - truth.double()) / rms(truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_quantize_is_its_twin(device, dtype, ue8m0):
+    x = draw(device, 9, 300).to(dtype) * torch.logspace(-2, 3, 9, device=device)[:, None].to(dtype)
+    x[3, 128:256] = 0
+    q, scale = fp8.quantize(x, ue8m0=ue8m0)
+    expected, expected_scale = reference.quantize(x, ue8m0=ue8m0)
+    assert torch.equal(scale, expected_scale) and scale.shape == (9, 3)
+    assert (q.float() != expected.float()).float().mean() < 1e-3  # a quotient at a tie
+    assert torch.equal(scale, 2.0 ** scale.log2().round()) or not ue8m0
+    assert far(reference.dequantize(q, scale), x) < ROUNDED
+
+
+@pytest.mark.gpu  # the interpreter reads e4m3 NaN as 480
+def test_nan_and_inf_reach_the_product(device):
+    x = draw(device, 3, 256)
+    x[0, 5], x[1, 130] = torch.nan, torch.inf
+    q, scale = fp8.quantize(x)
+    rhs, rhs_scale = weights(device, 1, 128, 256)
+    found = fp8.grouped_gemm(q, scale, rhs, rhs_scale, torch.tensor([0, 3]).to(device))
+    assert found.isnan().all(1).tolist() == [True, True, False]
+    assert not bool(reference.dequantize(q, scale)[0, 128:].isnan().any())
+
+
+SIZES = [  # rows a group, N, K
+    ([5, 0, 20, 1], 256, 256),
+    ([70, 3], 200, 144),
+    ([2] * 9, 128, 384),
+]
+LARGE = [
+    ([200, 0, 1, 129], 512, 1024),
+    ([130, 77], 4096, 7168),
+    ([300] * 40, 512, 208),
+]
+SIZES += [pytest.param(*size, marks=pytest.mark.gpu) for size in LARGE]
+
+
+@pytest.mark.parametrize("counts, n, k", SIZES)
+def test_contiguous_groups(device, counts, n, k):
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(device)
+    rows = int(offsets[-1])
+    lhs, lhs_scale = fp8.quantize(draw(device, rows + 3, k))
+    rhs, rhs_scale = weights(device, len(counts), n, k)
+    found = fp8.grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, offsets)
+    truth = reference.fp8_grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, offsets, dtype=torch.float64)
+    assert found.dtype == torch.bfloat16 and far(found, truth) < BOUND
+    assert not bool(found[rows:].any())
+    assert torch.equal(found, fp8.grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, offsets))
+    other = fp8.grouped_gemm(lhs, lhs_scale.contiguous(), rhs, rhs_scale, offsets)
+    assert torch.equal(found, other)  # any strides
+
+
+def test_offsets_past_the_rows_are_cut_off(device):
+    lhs, lhs_scale = fp8.quantize(draw(device, 6, 128))
+    rhs, rhs_scale = weights(device, 2, 128, 128)
+    found = fp8.grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, torch.tensor([0, 4, 99]).to(device))
+    same = fp8.grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, torch.tensor([0, 4, 6]).to(device))
+    assert torch.equal(found, same)
+
+
+def test_scales_of_powers_of_two(device):
+    lhs, lhs_scale = fp8.quantize(draw(device, 6, 128))
+    rhs, rhs_scale = weights(device, 2, 128, 128)
+    rhs_scale = 2.0 ** rhs_scale.log2().round()
+    offsets = torch.tensor([0, 4, 6]).to(device)
+    found = fp8.grouped_gemm(lhs, lhs_scale, rhs, rhs_scale.to(torch.float8_e8m0fnu), offsets)
+    assert torch.equal(found, fp8.grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, offsets))
+
+
+MASKED = [
+    (8, 256, 256),
+    pytest.param(64, 4096, 7168, marks=pytest.mark.gpu),
+    pytest.param(256, 4096, 7168, marks=pytest.mark.gpu),
+    pytest.param(256, 7168, 2048, marks=pytest.mark.gpu),
+    pytest.param(200, 384, 1008, marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("m_max, n, k", MASKED)
+def test_masked_groups(device, m_max, n, k):
+    counts = [m_max // 4, 0, m_max, m_max + 3]  # the last one is clamped
+    masked_m = torch.tensor(counts, dtype=torch.int32, device=device)
+    lhs, lhs_scale = fp8.quantize(draw(device, 4 * m_max, k))
+    lhs, lhs_scale = lhs.view(4, m_max, k), lhs_scale.reshape(4, m_max, -1)
+    rhs, rhs_scale = weights(device, 4, n, k)
+    out = torch.full((4, m_max, n), 7.0, dtype=torch.bfloat16, device=device)
+    returned = fp8.masked_grouped_gemm(
+        lhs, lhs_scale, rhs, rhs_scale, masked_m, expected_m=m_max // 2, out=out
+    )
+    assert returned is out
+    for g, count in enumerate(counts):
+        rows = lhs[g, :count], lhs_scale[g, :count]
+        if count:
+            truth = reference.dequantize(*rows, torch.float64)
+            truth = truth @ reference.dequantize(rhs[g], rhs_scale[g], torch.float64).T
+            assert far(out[g, :count], truth) < BOUND
+        assert bool((out[g, count:] == 7).all())  # not touched
+    fresh = fp8.masked_grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, masked_m)
+    assert torch.equal(fresh[2], out[2])
+
+
+@pytest.mark.gpu
+def test_masked_groups_in_a_cuda_graph(device):
+    lhs, lhs_scale = fp8.quantize(draw(device, 4 * 64, 512))
+    lhs, lhs_scale = lhs.view(4, 64, 512), lhs_scale.reshape(4, 64, -1)
+    rhs, rhs_scale = weights(device, 4, 256, 512)
+    masked_m = torch.full((4,), 64, dtype=torch.int32, device=device)
+    out = torch.zeros(4, 64, 256, dtype=torch.bfloat16, device=device)
+    everything = fp8.masked_grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, masked_m)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fp8.masked_grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, masked_m, out=out)
+    masked_m.copy_(torch.tensor([0, 1, 64, 33]))
+    out.zero_()
+    graph.replay()
+    for g, count in enumerate([0, 1, 64, 33]):
+        assert torch.equal(out[g, :count], everything[g, :count])
+        assert not bool(out[g, count:].any())
+
+
+def layer(device, tokens, experts, local, hidden, inner, quantised=True):
+    """Arguments of fp8.moe."""
+    x = draw(device, tokens, hidden).bfloat16()
+    x, scale = fp8.quantize(x.float()) if quantised else (x, None)
+    return (
+        x, scale, draw(device, tokens, experts, seed=3),
+        *weights(device, local, 2 * inner, hidden), *weights(device, local, hidden, inner, seed=5),
+    )  # fmt: skip
+
+
+LAYERS = [  # tokens, experts, local, hidden, intermediate, first local
+    (9, 16, 8, 128, 128, 4),
+    (3, 16, 16, 200, 128, 0),
+    pytest.param(1, 256, 32, 7168, 2048, 32, marks=pytest.mark.gpu),
+    pytest.param(64, 256, 32, 7168, 2048, 0, marks=pytest.mark.gpu),
+    pytest.param(1024, 256, 32, 7168, 2048, 224, marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("tokens, experts, local, hidden, inner, first", LAYERS)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_the_layer(device, tokens, experts, local, hidden, inner, first, quantised):
+    if not quantised and str(device) == "cpu":
+        pytest.skip("the interpreter cannot round to bfloat16")
+    arguments = layer(device, tokens, experts, local, hidden, inner, quantised)
+    options = {
+        "correction_bias": draw(device, experts, seed=4), "local_expert_offset": first,
+        "num_groups": 4, "top_groups": 2, "top_k": 2,
+    }  # fmt: skip
+    found = fp8.moe(*arguments, **options)
+    assert found.dtype == torch.bfloat16 and found.shape == (tokens, hidden)
+    twin = reference.fp8_moe(*arguments, **options, dtype=torch.float64)
+    exact = reference.fp8_moe(*arguments, **options, dtype=torch.float64, requantize=False)
+    assert rms(found - exact) <= 1.1 * rms(twin - exact) + BOUND * rms(exact)
+    assert far(found, twin) < ROUNDED
+    assert bool((found[(twin == 0).all(1)] == 0).all())  # tokens without a local expert
+
+
+def test_bad_input_is_named(device):
+    lhs, lhs_scale = fp8.quantize(draw(device, 4, 256))
+    rhs, rhs_scale = weights(device, 2, 128, 256)
+    offsets = torch.tensor([0, 2, 4]).to(device)
+
+    def refused(match, *arguments, error=(ValueError, TypeError)):
+        with pytest.raises(error, match=match):
+            fp8.grouped_gemm(*arguments)
+
+    refused("lhs must be 2-dimensional float8_e4m3fn", lhs.float(), lhs_scale, rhs, rhs_scale, offsets)  # fmt: skip # noqa: E501
+    refused("needs a scale", lhs, lhs_scale[:, :1], rhs, rhs_scale, offsets)
+    refused("needs a scale", lhs, lhs_scale, rhs, rhs_scale[:, :, :1], offsets)
+    refused("scale is torch.float16", lhs, lhs_scale.half(), rhs, rhs_scale, offsets)
+    refused("strides", lhs.t().contiguous().t(), lhs_scale, rhs, rhs_scale, offsets)
+    refused("offsets must be", lhs, lhs_scale, rhs, rhs_scale, offsets[:2])
+    refused("does not fit rhs", lhs[:, :128].contiguous(), lhs_scale[:, :1], rhs, rhs_scale, offsets)  # fmt: skip # noqa: E501
+    lhs, lhs_scale = lhs.view(2, 2, 256), lhs_scale.reshape(2, 2, 2)
+    masked_m = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    masked = lhs, lhs_scale, rhs, rhs_scale
+    with pytest.raises(TypeError, match="masked_m must be int32"):
+        fp8.masked_grouped_gemm(*masked, masked_m.long())
+    with pytest.raises(ValueError, match="expected_m is 3"):
+        fp8.masked_grouped_gemm(*masked, masked_m, expected_m=3)
+    with pytest.raises(ValueError, match="out must be contiguous bfloat16"):
+        fp8.masked_grouped_gemm(*masked, masked_m, out=torch.zeros(2, 2, 128, device=device))
+    with pytest.raises(TypeError, match="quantize takes"):
+        fp8.quantize(masked_m)
+    arguments = layer(device, 4, 16, 4, 128, 128)
+    with pytest.raises(ValueError, match="need hidden_states"):
+        fp8.moe(arguments[0], arguments[1], arguments[2][:3], *arguments[3:])
+    with pytest.raises(TypeError, match="without a scale"):
+        fp8.moe(arguments[0], None, *arguments[2:])
+
+
+def test_a_nan_scale_stays_in_its_block(device):
+    lhs, lhs_scale = fp8.quantize(draw(device, 4, 256))
+    rhs, rhs_scale = weights(device, 2, 256, 256)
+    rhs_scale[1, 0, 1] = torch.nan
+    found = fp8.grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, torch.tensor([0, 2, 4]).to(device))
+    assert not bool(found[:2].isnan().any())
+    assert bool(found[2:, :128].isnan().all()) and not bool(found[2:, 128:].isnan().any())
