@@ -8,6 +8,9 @@ from torch import Tensor
 from .grouped import DTYPES
 from .kernels import require
 
+FP8 = torch.float8_e4m3fn
+SCALES = (torch.float32, torch.float8_e8m0fnu)
+
 
 def check(
     hidden_states: Tensor,
@@ -19,6 +22,8 @@ def check(
     projections: int = 2,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_scale_inv: Tensor | None = None,
+    down_scale_inv: Tensor | None = None,
 ) -> None:
     """Of `fused_experts`; `projections` 1: without a gate. Raises as it does."""
     if weight_on not in ("output", "input"):
@@ -51,7 +56,15 @@ def check(
         )
     if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool:
         raise TypeError(f"top_k_index is {top_k_index.dtype}, an integer dtype is needed.")
-    if gate_up_proj.dtype not in DTYPES or gate_up_proj.dtype != down_proj.dtype:
+    scales = {
+        "gate_up_proj": (gate_up_proj, gate_up_scale_inv),
+        "down_proj": (down_proj, down_scale_inv),
+    }
+    fp8 = any(z is not None and z.dtype == FP8 for pair in scales.values() for z in pair)
+    if fp8 or gate_up_scale_inv is not None or down_scale_inv is not None:
+        for name, pair in scales.items():
+            _check_scaled(name, *pair)
+    elif gate_up_proj.dtype not in DTYPES or gate_up_proj.dtype != down_proj.dtype:
         raise TypeError(
             f"gate_up_proj is {gate_up_proj.dtype} and down_proj {down_proj.dtype}: both must be "
             "the same one of bfloat16, float16 and float32."
@@ -75,8 +88,32 @@ def check(
                 f"{tuple(bias.shape)}."
             )
     tensors = [hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights]
-    tensors += [bias for bias in (gate_up_bias, down_bias) if bias is not None]
+    more = (gate_up_bias, down_bias, gate_up_scale_inv, down_scale_inv)
+    tensors += [tensor for tensor in more if tensor is not None]
     if len({tensor.device for tensor in tensors}) > 1:
         found = ", ".join(str(tensor.device) for tensor in tensors)
         raise ValueError(f"all tensors must be on one device, found {found}.")
     require(hidden_states.device)
+
+
+def _check_scaled(name: str, weight: Tensor, scale: Tensor | None) -> None:
+    """An FP8 weight [E, N, K] and the scales of its 128 x 128 blocks."""
+    scale_name = f"{name.removesuffix('_proj')}_scale_inv"
+    if weight.dtype != FP8:
+        raise TypeError(f"{name} is {weight.dtype}: with scales both weights must be {FP8}.")
+    if scale is None:
+        raise ValueError(f"{name} is {weight.dtype} and has no scales: pass {scale_name}.")
+    if scale.dtype not in SCALES:
+        raise TypeError(f"{scale_name} is {scale.dtype}: float32 or float8_e8m0fnu is needed.")
+    experts, n, k = weight.shape
+    blocks = (experts, -(-n // 128), -(-k // 128))
+    if scale.shape != blocks:
+        raise ValueError(
+            f"{scale_name} must be {list(blocks)}, one scale for each 128 x 128 block of {name} "
+            f"{list(weight.shape)}, found {list(scale.shape)}."
+        )
+    for which, tensor in ((name, weight), (scale_name, scale)):
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(
+                f"{which} wants a gradient, and FP8 weights are frozen: pass {which}.detach()."
+            )

@@ -42,19 +42,20 @@ def _by_sort(
     """(out [T, H], pre-activation [S, 2I] or empty unless `save`, order buffer, x A^T of the two
     low-rank updates [S, R], empty without).
 
-    `extra` is nothing, or both updates' A and B and both biases, empty where there is none.
+    `extra` is nothing, or both updates' A and B, both biases and the scales of both (FP8) weights,
+    empty where there is none.
     """
     x, weights = rows_contiguous(hidden_states), top_k_weights.contiguous()
     order, buffer = sort(top_k_index, gate_up_proj.shape[0], x.dtype)
     updates = [_update(x, order, *extra[:2]), _update(x, order, *extra[2:4])]
-    biases = _biases(extra)
+    biases, scales = _biases(extra), _scales(extra)
     act, pre = kernels.gate_up.gate_up(
         x, gate_up_proj, order, weights, weight_on_input=weight_on_input, save_pre=save,
-        activation=activation, bias=biases[0], low_rank=updates[0],
+        activation=activation, scale=scales[0], bias=biases[0], low_rank=updates[0],
     )  # fmt: skip
     rows = x.new_empty(act.shape[0], x.shape[1])
     kernels.grouped_gemm.grouped_gemm(
-        act, down_proj, order, out=rows, bias=biases[1], low_rank=updates[1]
+        act, down_proj, order, out=rows, scale=scales[1], bias=biases[1], low_rank=updates[1]
     )
     out = kernels.combine.combine(
         rows, order.slot_to_row, top_k_index.shape[1], None if weight_on_input else weights
@@ -73,7 +74,12 @@ def _update(x: Tensor, order: ExpertOrder, a: Tensor | None = None, b: Tensor | 
 
 def _biases(extra: list[Tensor]) -> list[Tensor | None]:
     """Of both projections, as kernels take them."""
-    return [b.contiguous() if b.numel() else None for b in extra[4:]] or [None, None]
+    return [b.contiguous() if b.numel() else None for b in extra[4:6]] or [None, None]
+
+
+def _scales(extra: list[Tensor]) -> list[Tensor | None]:
+    """Of both FP8 weights, as kernels take them; None of others."""
+    return [s if s.numel() else None for s in extra[6:]] or [None, None]
 
 
 @op(lambda hidden_states, *_: hidden_states.new_empty(hidden_states.shape))
@@ -92,13 +98,19 @@ def _experts_inference(
     with on_device(hidden_states.device):
         adapted = any(factor.numel() for factor in extra[:4])
         if adapted or not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
-            return _by_sort(*tensors, weight_on_input, activation, extra, False)[0]
-        gate_up_bias, down_bias = _biases(extra)
+            forward = _by_sort if adapted or _scales(extra)[0] is None else _fp8_forward
+            return forward(*tensors, weight_on_input, activation, extra, False)[0]
+        (gate_up_bias, down_bias), (gate_up_scale, down_scale) = _biases(extra), _scales(extra)
         return kernels.decode.decode(
             rows_contiguous(hidden_states), gate_up_proj, down_proj,
             top_k_index.contiguous(), top_k_weights.contiguous(), weight_on_input=weight_on_input,
-            activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias,
+            activation=activation, gate_up_scale=gate_up_scale, down_scale=down_scale,
+            gate_up_bias=gate_up_bias, down_bias=down_bias,
         )  # fmt: skip
+
+
+_fp8_forward = _by_sort
+"""Of FP8 weights, for many slots and no gradient, as `_by_sort`: activations are not quantised."""
 
 
 def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, _, on_input, act, extra):
@@ -193,6 +205,7 @@ def _gradients(
     """
     need_hidden, need_gate_up, need_down, need_weights, *need_extra = need
     need_a1, need_b1, need_a2, need_b2, *need_biases = need_extra or (False,) * 6
+    gate_up_scale, down_scale = _scales(extra)
     a1, b1, a2, b2, *_ = extra or (None,) * 4
     _, down_bias = _biases(extra)
     grads: list[Tensor | None] = [None] * len(need)
@@ -209,7 +222,7 @@ def _gradients(
             d_out, down_proj, order, top_k_weights.contiguous(), pre,
             weight_on_input=weight_on_input, need_act=need_down or need_a2,
             need_pre=need_hidden or need_gate_up or need_a1 or need_b1 or need_biases[0],
-            need_scale=need_weights, activation=activation, low_rank=update,
+            need_scale=need_weights, activation=activation, scale=down_scale, low_rank=update,
         )  # fmt: skip
         if need_weights:
             out, start = top_k_weights.new_empty(top_k_weights.shape), None
@@ -247,8 +260,9 @@ def _gradients(
         update = _update(x, order, *turned[0])
         if need_hidden:
             rows = x.new_empty(slots, x.shape[1])
+            scale = None if gate_up_scale is None else gate_up_scale.transpose(1, 2)
             kernels.grouped_gemm.grouped_gemm(
-                d_pre, gate_up_proj.transpose(1, 2), order, out=rows, low_rank=update
+                d_pre, gate_up_proj.transpose(1, 2), order, out=rows, scale=scale, low_rank=update
             )
             grads[0] = kernels.combine.combine(rows, order.slot_to_row, top_k)
         elif need_a1:
@@ -317,11 +331,14 @@ def fused_experts(
     down_bias: Tensor | None = None,
     gate_up_low_rank: LowRank | None = None,
     down_low_rank: LowRank | None = None,
+    gate_up_scale_inv: Tensor | None = None,
+    down_scale_inv: Tensor | None = None,
 ) -> Tensor:
     """The MoE MLP: each token's K experts, silu(x W_gate^T) * (x W_up^T) W_down^T, summed.
 
     Args:
-        hidden_states: [T, H], bfloat16, float16 or float32. Cast to the weights' dtype.
+        hidden_states: [T, H], bfloat16, float16 or float32. Cast to the weights' dtype, unless
+            that is FP8.
         gate_up_proj: [E, 2I, H], gate rows first unless the activation says otherwise ([E, I, H]
             when it is ungated). Any strides: pass a transposed view of weights stored [E, H, 2I];
             no copy is made.
@@ -336,7 +353,12 @@ def fused_experts(
         gate_up_bias, down_bias: [E, 2I] and [E, H], of the experts' projections; not with
             weight_on="input".
         gate_up_low_rank, down_low_rank: LoRA: (A [E, R, H], B [E, 2I, R]) and (A [E, R, I],
-            B [E, H, R]), with its scaling in one of them; cast to the weights' dtype.
+            B [E, H, R]), with its scaling in one of them; cast to the dtype computed in.
+        gate_up_scale_inv, down_scale_inv: [E, ceil(2I / 128), ceil(H / 128)] and
+            [E, ceil(H / 128), ceil(I / 128)], float32 or float8_e8m0fnu: the weights are
+            float8_e4m3fn, and each 128 x 128 block of them times its scale is what they stand for
+            (the last blocks may be ragged). Such weights are frozen: gradients flow to everything
+            else. They are never dequantised as a whole.
 
     Returns:
         [T, H] in the dtype of hidden_states, a fresh tensor. Differentiable in all float inputs,
@@ -344,7 +366,8 @@ def fused_experts(
         inputs give the same bits.
 
     Raises:
-        ValueError: shapes or devices that do not fit together, an unknown weight_on or activation.
+        ValueError: shapes or devices that do not fit together, an unknown weight_on or activation,
+            FP8 weights without scales or the reverse, or that want a gradient.
         TypeError: unsupported or mixed dtypes.
         RuntimeError: the kernels cannot run on this device.
     """
@@ -352,17 +375,25 @@ def fused_experts(
     if not torch.compiler.is_compiling():
         parse(options[1])  # or raises
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
-    check(*tensors, weight_on, 1 if options[1].endswith("ungated") else 2, gate_up_bias, down_bias)
-    dtype = gate_up_proj.dtype
+    scales = (gate_up_scale_inv, down_scale_inv)
+    check(
+        *tensors, weight_on, 1 if options[1].endswith("ungated") else 2, gate_up_bias, down_bias,
+        *scales,
+    )  # fmt: skip
+    scaled = scales[0] is not None
+    dtype = hidden_states.dtype if scaled else gate_up_proj.dtype
     if torch.is_autocast_enabled(hidden_states.device.type):
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
-        gate_up_proj, down_proj = gate_up_proj.to(dtype), down_proj.to(dtype)
+        if not scaled:
+            gate_up_proj, down_proj = gate_up_proj.to(dtype), down_proj.to(dtype)
     x = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
     tensors = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
     none = None, None
     extra = [*(gate_up_low_rank or none), *(down_low_rank or none), gate_up_bias, down_bias]
-    if any(tensor is not None for tensor in extra):
-        extra = [x.new_empty(0) if t is None else t.to(dtype) for t in extra]
+    if scaled or any(tensor is not None for tensor in extra):
+        empty = x.new_empty(0)
+        extra = [empty if t is None else t.to(dtype) for t in extra]
+        extra += scales if scaled else (empty, empty)
     else:
         extra = []
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *extra)):

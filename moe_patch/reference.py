@@ -158,6 +158,15 @@ def grouped_gemm(
     return out.index_copy(0, place, valid)
 
 
+def dequantize(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP8 weights [..., N, K] times the scales [..., ceil(N / 128), ceil(K / 128)] of their
+    128 x 128 blocks, rounded to `dtype`."""
+    scale = scale_inv.to(torch.promote_types(dtype, torch.float32))
+    for dim in (-2, -1):
+        scale = scale.repeat_interleave(128, dim).narrow(dim, 0, weight.shape[dim])
+    return (weight.to(scale.dtype) * scale).to(dtype)
+
+
 def fused_experts(
     hidden_states: Tensor,
     gate_up_proj: Tensor,
@@ -171,8 +180,15 @@ def fused_experts(
     down_bias: Tensor | None = None,
     gate_up_low_rank: tuple[Tensor, Tensor] | None = None,
     down_low_rank: tuple[Tensor, Tensor] | None = None,
+    gate_up_scale_inv: Tensor | None = None,
+    down_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    """Twin of :func:`moe_patch.experts.fused_experts`: a loop over experts, in their dtype."""
+    """Twin of :func:`moe_patch.experts.fused_experts`: a loop over experts, in their dtype (FP8: in
+    that of hidden_states, where dequantised weights are rounded to it)."""
+    if gate_up_scale_inv is not None:
+        dtype = hidden_states.dtype
+        gate_up_proj = dequantize(gate_up_proj, gate_up_scale_inv, dtype)
+        down_proj = dequantize(down_proj, down_scale_inv, dtype)
     if gate_up_low_rank:
         gate_up_proj = gate_up_proj + gate_up_low_rank[1] @ gate_up_low_rank[0]
     if down_low_rank:

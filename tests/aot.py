@@ -49,6 +49,8 @@ TYPES = {
     torch.float32: "fp32",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
 }
 
 
@@ -88,8 +90,9 @@ def record(launches):
 
 
 def moe_launches(
-    tokens, hidden, inner, num_experts, top_k, dtype, llama4=False, rank=0, act="silu", biased=False
-):
+    tokens, hidden, inner, num_experts, top_k, dtype, llama4=False, rank=0, act="silu",
+    biased=False, fp8=False
+):  # fmt: skip
     """Every launch of one forward and backward, routing included."""
     launches = []
     original, JITFunction.run = JITFunction.run, record(launches)
@@ -119,6 +122,13 @@ def moe_launches(
                 extra = [torch.empty(num_experts, *size, dtype=dtype) for size in sizes]
                 extra += [torch.empty(0, dtype=dtype)] * 2
                 need = [True, False, False, True] + [True] * 4 + [False] * 2
+            if fp8:
+                w1, w2 = (w.to(torch.float8_e4m3fn) for w in (w1, w2))
+                scales = [
+                    torch.empty(w.shape[0], *(-(-n // 128) for n in w.shape[1:])) for w in (w1, w2)
+                ]
+                extra = [torch.empty(0, dtype=dtype)] * 6 + scales
+                need = [True, False, False, True] + [False] * 8
             if biased:
                 extra = [torch.empty(0, dtype=dtype)] * 4
                 extra += [torch.empty(num_experts, size, dtype=dtype) for size in (width, hidden)]
@@ -160,6 +170,12 @@ SHAPES = {  # tokens, hidden, inner, experts, top_k
     "gpt_oss_decode": (1, 2880, 2880, 32, 4),
     "nemotron_h": (4096, 2688, 1856, 128, 6),
     "nemotron_h_decode": (1, 2688, 1856, 128, 6),
+    "fp8_dsv3": (4096, 7168, 2048, 32, 8),
+    "fp8_qwen3": (1024, 2048, 768, 128, 8),
+    "fp8_short": (64, 2048, 768, 128, 8),
+    "fp8_seam": (4096, 2880, 1000, 32, 4),
+    "fp8_odd": (100, 97, 41, 7, 3),
+    "fp8_decode": (1, 2048, 768, 128, 8),
 }
 ACTS = {
     "gpt_oss": "silu 7.0 1.702 1.0 interleaved",
@@ -185,6 +201,7 @@ def main():
                 16 if shape == "lora" else 0,
                 ACTS.get(shape.removesuffix("_decode"), "silu"),
                 shape.startswith("gpt_oss"),
+                shape.startswith("fp8"),
             )
             for launch in moe_launches(*arguments):
                 key = repr((launch[0].__name__, *launch[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from typing import Any
 
@@ -80,11 +81,46 @@ def moe(
     return arguments
 
 
+def quantised(weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """(e4m3, scales) of [E, N, K], blocks of 128 x 128 as finegrained FP8 checkpoints have them.
+
+    The blocks' magnitudes differ, so that no scale can stand for another.
+    """
+    (experts, n, k), draw = weight.shape, torch.Generator().manual_seed(5)
+    blocks = (experts, -(-n // 128), -(-k // 128))
+
+    def spread(scale: Tensor) -> Tensor:
+        wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        return wide[:, :n, :k].to(weight.device)
+
+    weight = weight.detach().float() * spread(torch.rand(blocks, generator=draw) + 0.5)
+    scale = torch.zeros(blocks)
+    for e, i, j in itertools.product(*map(range, blocks)):
+        block = weight[e, 128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
+        scale[e, i, j] = block.abs().max() / 448
+    if scale_dtype != torch.float32:
+        scale = scale.log2().ceil().exp2()
+    fp8 = (weight / spread(scale)).to(torch.float8_e4m3fn)
+    return fp8, scale.to(weight.device, scale_dtype)
+
+
+def in_fp8(
+    arguments: dict[str, Tensor], scale_dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Arguments of fused_experts with their weights quantised."""
+    gate_up, gate_up_scale = quantised(arguments["gate_up_proj"], scale_dtype)
+    down, down_scale = quantised(arguments["down_proj"], scale_dtype)
+    return arguments | {
+        "gate_up_proj": gate_up, "gate_up_scale_inv": gate_up_scale,
+        "down_proj": down, "down_scale_inv": down_scale,
+    }  # fmt: skip
+
+
 def in_double(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same arguments for the float64 truth."""
     return {
         name: value.detach().double().requires_grad_(value.requires_grad)
-        if value.is_floating_point()
+        if value.is_floating_point() and value.dtype.itemsize > 1  # FP8 is dequantised there
         else value
         for name, value in arguments.items()
     }

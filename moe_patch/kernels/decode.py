@@ -16,24 +16,41 @@ from torch import Tensor
 from ..activation import constants
 from .launch import Launch, cdiv, power_of_two
 from .tiles import INTERPRET, glu
+from .weights import _BLOCK, BLOCK, readable, widen, widen_scale
 
 
 @triton.jit
-def _weights(at, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """[BN, BK] in float32; zero past N and K."""
+def _products(
+    at, scales, a, n, k0, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, FIRST: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Weights [BN, BK] that lie `at`, zero past N and K, times a [1, BK], in float32; or, with the
+    scales of rows FIRST + n, sums over the blocks of the reduction: [BN, PARTS]."""
     if N % BN == 0 and K % BK == 0:
-        return tl.load(at).to(tl.float32)
-    return tl.load(at, mask=(n[:, None] < N) & (k[None, :] < K), other=0.0).to(tl.float32)
+        weights = tl.load(at)
+    else:
+        k = k0 + tl.arange(0, BK)
+        weights = tl.load(at, mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
+    products = widen(weights, tl.float32) * a
+    if scales is None:
+        return products
+    else:
+        k = k0 + tl.arange(0, PARTS) * (BK // PARTS)
+        place = ((FIRST + n) // _BLOCK * SCALE_N)[:, None] + (k // _BLOCK * SCALE_K)[None, :]
+        inside = (n[:, None] < N) & (k[None, :] < K)
+        scale = widen_scale(tl.load(scales + place, mask=inside, other=0))
+        return tl.sum(products.reshape(BN, PARTS, BK // PARTS), axis=2) * scale
 
 
 @triton.jit
 def decode_gate_up_kernel(
-    x, w, bias, index, slot_weight, act,
+    x, w, scales, bias, index, slot_weight, act,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1)
     expert = tl.load(index + slot).to(tl.int64)
@@ -46,15 +63,18 @@ def decode_gate_up_kernel(
         m = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
         row = x + (slot // TOP_K).to(tl.int64) * STRIDE_X
         rows = w + expert * STRIDE_E + m[:, None] * STRIDE_N
-        gate = tl.zeros([WIDTH, BK], dtype=tl.float32)
-        up = tl.zeros([BN, BK], dtype=tl.float32)
+        if scales is not None:
+            scales += expert * SCALE_E
+        gate = tl.zeros([WIDTH, PARTS], dtype=tl.float32)
+        up = tl.zeros([BN, PARTS], dtype=tl.float32)
         for k0 in range(0, H, BK):
             k = k0 + tl.arange(0, BK)
             a = tl.load(row + k, mask=k < H, other=0.0).to(tl.float32)[None, :]
             at = rows + k[None, :] * STRIDE_K
-            gate += _weights(at, m, k, END, H, WIDTH, BK) * a
+            gate += _products(at, scales, a, m, k0, SCALE_N, SCALE_K, 0, END, H, WIDTH, BK, PARTS)
             if FORM == "concatenated":
-                up += _weights(at + I * STRIDE_N, n, k, I, H, BN, BK) * a
+                at += I * STRIDE_N
+                up += _products(at, scales, a, n, k0, SCALE_N, SCALE_K, I, I, H, BN, BK, PARTS)
         scale = tl.load(slot_weight + slot).to(tl.float32) if WEIGHT_ON_INPUT else 1.0
         gate, up = tl.sum(gate, axis=1) * scale, tl.sum(up, axis=1) * scale
         if BIAS:
@@ -72,14 +92,16 @@ def decode_gate_up_kernel(
 
 @triton.jit
 def decode_down_kernel(
-    act, w, bias, index, slot_weight, out,
+    act, w, scales, bias, index, slot_weight, out,
     STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
-    WEIGHTED: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIAS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    acc = tl.zeros([BN, BK], dtype=tl.float32)
+    acc = tl.zeros([BN, PARTS], dtype=tl.float32)
     biases = tl.zeros([BN], dtype=tl.float32)
     for choice in range(TOP_K):
         slot = token * TOP_K + choice
@@ -90,10 +112,14 @@ def decode_down_kernel(
                 value = tl.load(bias + expert * H + n, mask=n < H, other=0.0)
                 biases += value.to(tl.float32) * scale
             rows = w + expert * STRIDE_E + n[:, None] * STRIDE_N
+            own = scales
+            if scales is not None:
+                own += expert * SCALE_E
             for k0 in range(0, I, BK):
                 k = k0 + tl.arange(0, BK)
                 a = tl.load(act + slot * I + k, mask=k < I, other=0.0) * scale
-                acc += _weights(rows + k[None, :] * STRIDE_K, n, k, H, I, BN, BK) * a[None, :]
+                at, a = rows + k[None, :] * STRIDE_K, a[None, :]
+                acc += _products(at, own, a, n, k0, SCALE_N, SCALE_K, 0, H, I, BN, BK, PARTS)
     at = out + token.to(tl.int64) * H + n
     tl.store(at, (tl.sum(acc, axis=1) + biases).to(out.dtype.element_ty), mask=n < H)
 
@@ -105,16 +131,19 @@ def decodes(top_k_index: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> boo
     return tokens > 0 and few and all(1 in w.stride()[1:] for w in (gate_up_proj, down_proj))
 
 
-def _block(size: int, k: int, strides: tuple[int, int, int], *, down: bool) -> dict[str, int]:
-    """A program's columns, the block of its reduction and its warps, for a weight."""
-    if INTERPRET:
-        return {"BN": 16, "BK": 64, "num_warps": 4}
-    k = power_of_two(k)
-    if strides[2] == 1:
+def _block(
+    size: int, k: int, strides: tuple[int, int, int], *, down: bool, scaled: bool
+) -> dict[str, int]:
+    """A program's columns, the block of its reduction, the sums it keeps of that, its warps."""
+    bk, k = 64, power_of_two(k)
+    found = {"BN": 16, "num_warps": 4}
+    if strides[2] == 1 and not INTERPRET:
         bk = min(2048 // size, k)
-        return {"BN": 4 if down and k <= bk else 2, "BK": bk, "num_warps": 4}
-    bk = min((1024 if down else 256) // size, k)
-    return {"BN": 64 // size, "BK": bk, "num_warps": 8}
+        found = {"BN": 4 if down and k <= bk else 2, "num_warps": 4}
+    elif not INTERPRET:
+        bk = min((1024 if down else 256) // size, k)
+        found = {"BN": 64 // size, "num_warps": 8}
+    return found | {"BK": bk, "PARTS": max(1, bk // BLOCK) if scaled else bk}
 
 
 def decode(
@@ -126,24 +155,31 @@ def decode(
     *,
     weight_on_input: bool,
     activation: str = "silu",
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """fused_experts [T, H] -> [T, H] for the cases that `decodes` accepts; nothing is kept."""
+    """fused_experts [T, H] -> [T, H] for the cases that `decodes` accepts; nothing is kept. Scales
+    are of FP8 weights."""
     tokens, hidden = x.shape
     top_k = top_k_index.shape[1]
     inner = down_proj.shape[2]
     gate_up, down = _launches(
         hidden, inner, down_proj.shape[0], top_k, weight_on_input, activation,
         gate_up_bias is not None, down_bias is not None,
-        x.element_size(), x.stride(0), gate_up_proj.stride(), down_proj.stride(),
+        gate_up_proj.element_size(), x.stride(0), gate_up_proj.stride(), down_proj.stride(),
+        *(None if scale is None else scale.stride() for scale in (gate_up_scale, down_scale)),
     )  # fmt: skip
+    if gate_up_scale is not None:
+        gate_up_proj, down_proj = readable(gate_up_proj), readable(down_proj)
+        gate_up_scale, down_scale = readable(gate_up_scale), readable(down_scale)
     act = x.new_empty((tokens * top_k, inner), dtype=torch.float32)
     out = x.new_empty(x.shape)
     grid = (cdiv(inner, gate_up.constants["BN"]), tokens * top_k)
-    gate_up(grid, x, gate_up_proj, gate_up_bias, top_k_index, top_k_weights, act)
+    gate_up(grid, x, gate_up_proj, gate_up_scale, gate_up_bias, top_k_index, top_k_weights, act)
     grid = (cdiv(hidden, down.constants["BN"]), tokens)
-    down(grid, act, down_proj, down_bias, top_k_index, top_k_weights, out)
+    down(grid, act, down_proj, down_scale, down_bias, top_k_index, top_k_weights, out)
     return out
 
 
@@ -159,18 +195,23 @@ def _launches(
     down_bias: bool,
     itemsize: int,
     stride_x: int,
-    *strides: tuple[int, int, int],
+    *strides: tuple[int, int, int] | None,
 ) -> tuple[Launch, Launch]:
-    """Of the two kernels."""
+    """Of the two kernels; `strides` of both weights and of both scales."""
     sizes = {"H": hidden, "I": inner, "E": experts, "TOP_K": top_k}
-    gate_up, down = (dict(zip(("STRIDE_E", "STRIDE_N", "STRIDE_K"), each)) for each in strides)
-    block = _block(itemsize, hidden, strides[0], down=False)
+    gate_up, down = (
+        dict(zip(("STRIDE_E", "STRIDE_N", "STRIDE_K"), weight))
+        | dict(zip(("SCALE_E", "SCALE_N", "SCALE_K"), scale or (0, 0, 0)))
+        for weight, scale in zip(strides[:2], strides[2:])
+    )
+    scaled = strides[2] is not None
+    block = _block(itemsize, hidden, strides[0], down=False, scaled=scaled)
     first = Launch(
         decode_gate_up_kernel,
         STRIDE_X=stride_x, **gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
         BIAS=gate_up_bias, **constants(activation), **block,
     )  # fmt: skip
-    block = _block(itemsize, inner, strides[1], down=True)
+    block = _block(itemsize, inner, strides[1], down=True, scaled=scaled)
     second = Launch(
         decode_down_kernel,
         **down, **sizes, WEIGHTED=not weight_on_input, BIAS=down_bias, **block,

@@ -18,20 +18,19 @@ from ..activation import constants
 from ..order import ExpertOrder
 from .launch import cdiv
 from .tiles import (
+    W8,
     LowRank,
     choose,
-    dot,
     dot_precision,
     find_tile,
     glu,
     launches,
     load_rows,
-    load_weight,
     low_rank_args,
     low_rank_in,
     low_rank_out,
-    weight_operand,
 )
+from .weights import scale_operand, weight_dot, weight_operand
 
 
 @triton.jit
@@ -108,9 +107,10 @@ def _epilogues(
 
 @triton.jit
 def dgate_kernel(
-    d_out, w, slot_weight, pre, d_pre, act, d_scale, low_a, low_b, low_side,
+    d_out, w, scales, slot_weight, pre, d_pre, act, d_scale, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
     NEED_PRE: tl.constexpr, NEED_ACT: tl.constexpr, NEED_SCALE: tl.constexpr, PARTS: tl.constexpr,
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
@@ -137,8 +137,7 @@ def dgate_kernel(
         side = tl.zeros([BM, RP], dtype=tl.float32)
     for k in range(0, H, BK):
         a = load_rows(d_rows, k, H, BK, UPCAST)
-        b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
-        acc = dot(a, b, acc, PRECISION)
+        acc = weight_dot(a, acc, w, scales, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, I, H, BN, BK, TMA, K_MAJOR, PRECISION)  # fmt: skip # noqa: E501
         if R > 0:
             side = low_rank_in(a, low_a, side, expert, k, H, R, BK, UPCAST, PRECISION)
     if R > 0:
@@ -166,18 +165,20 @@ def dgate(
     need_act: bool,
     need_scale: bool,
     activation: str = "silu",
+    scale: Tensor | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(d_pre as pre, act [S, I], d_scale partials [S, column tiles] float32) in expert order.
 
-    d_out [T, H], down_proj [E, H, I], pre [S, 2I] or [S, I] as `gate_up` saved it. What is not
-    needed comes back empty; rows of dropped slots are not written. With `low_rank`, of the weight
-    as the kernel sees it, [E, I, H]: A [E, R, H], B [E, I, R].
+    d_out [T, H], down_proj [E, H, I], pre [S, 2I] or [S, I] as `gate_up` saved it; `scale`
+    [E, ceil(H / 128), ceil(I / 128)] is of an FP8 down_proj. What is not needed comes back empty;
+    rows of dropped slots are not written. With `low_rank`, of the weight as the kernel sees it,
+    [E, I, H]: A [E, R, H], B [E, I, R].
     """
     slots, (experts, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
-    tile = choose(
-        "dgate", order.block_m, slots // experts, inner, hidden, d_out.dtype, d_out.device
-    )
+    name = "dgate" if scale is None else "dgate" + W8
+    rows = slots // experts
+    tile = choose(name, order.block_m, rows, inner, hidden, d_out.dtype, d_out.device)
     columns = cdiv(inner, tile.bn)
     d_pre = torch.empty_like(pre) if need_pre else pre.new_empty(0)
     act = pre.new_empty((slots, inner) if need_act else (0,))
@@ -186,6 +187,7 @@ def dgate(
         return d_pre, act, d_scale
     weight = down_proj.transpose(1, 2)  # [E, N = I, K = H]
     weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
+    scales, scale_strides = scale_operand(None if scale is None else scale.transpose(1, 2))
     told = constants(activation)
     parts = 1 if tile.bn < 64 else 8 if told["FORM"] == "interleaved" else 4
     start = _launches(
@@ -194,11 +196,11 @@ def dgate(
         STRIDE_X=d_out.stride(0), H=hidden, I=inner, TOP_K=slots // d_out.shape[0],
         WEIGHT_ON_INPUT=weight_on_input,
         NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale,
-        PARTS=parts, TMA=tma, K_MAJOR=k_major, **told,
+        PARTS=parts, TMA=tma, K_MAJOR=k_major, **scale_strides, **told,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * columns,),
-        d_out, weights, slot_weight, pre, d_pre, act, d_scale, *low_rank_args(low_rank),
+        d_out, weights, scales, slot_weight, pre, d_pre, act, d_scale, *low_rank_args(low_rank),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return d_pre, act, d_scale

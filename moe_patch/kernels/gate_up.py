@@ -10,28 +10,28 @@ from ..activation import constants
 from ..order import ExpertOrder
 from .launch import cdiv
 from .tiles import (
+    W8,
     LowRank,
     choose,
-    dot,
     dot_precision,
     find_tile,
     glu,
     launches,
     load_rows,
-    load_weight,
     low_rank_args,
     low_rank_in,
     low_rank_out,
     use_tma,
-    weight_operand,
 )
+from .weights import scale_operand, weight_dot, weight_operand
 
 
 @triton.jit
 def gate_up_kernel(
-    x, w, bias, slot_weight, pre, act, low_a, low_b, low_side,
+    x, w, scales, bias, slot_weight, pre, act, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, SAVE_PRE: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
@@ -62,10 +62,9 @@ def gate_up_kernel(
         for k in range(0, H, BK):
             a = load_rows(x_rows, k, H, BK, UPCAST)
             if FORM == "concatenated":
-                b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, I, H, BN, BK, TMA, K_MAJOR, UPCAST, 2)  # fmt: skip # noqa: E501
+                both = weight_dot(a, both, w, scales, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, I, H, BN, BK, TMA, K_MAJOR, PRECISION, 2)  # fmt: skip # noqa: E501
             else:
-                b = load_weight(w, expert, column * WIDTH, k, STRIDE_E, STRIDE_N, STRIDE_K, INNER, H, WIDTH, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
-            both = dot(a, b, both, PRECISION)
+                both = weight_dot(a, both, w, scales, expert, column * WIDTH, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, INNER, H, WIDTH, BK, TMA, K_MAJOR, PRECISION)  # fmt: skip # noqa: E501
             if R > 0:
                 side = low_rank_in(a, low_a, side, expert, k, H, R, BK, UPCAST, PRECISION)
         n = tl.arange(0, WIDTH)
@@ -94,10 +93,8 @@ def gate_up_kernel(
         up = tl.zeros([BM, BN], dtype=tl.float32)
         for k in range(0, H, BK):
             a = load_rows(x_rows, k, H, BK, UPCAST)
-            b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
-            gate = dot(a, b, gate, PRECISION)
-            b = load_weight(w, expert, I + n0, k, STRIDE_E, STRIDE_N, STRIDE_K, 2 * I, H, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
-            up = dot(a, b, up, PRECISION)
+            gate = weight_dot(a, gate, w, scales, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, I, H, BN, BK, TMA, K_MAJOR, PRECISION)  # fmt: skip # noqa: E501
+            up = weight_dot(a, up, w, scales, expert, I + n0, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, 2 * I, H, BN, BK, TMA, K_MAJOR, PRECISION, 1, I)  # fmt: skip # noqa: E501
             if R > 0:
                 side = low_rank_in(a, low_a, side, expert, k, H, R, BK, UPCAST, PRECISION)
         if R > 0:
@@ -137,11 +134,13 @@ def gate_up(
     weight_on_input: bool,
     save_pre: bool,
     activation: str = "silu",
+    scale: Tensor | None = None,
     bias: Tensor | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(act [S, I], pre [S, 2I] or empty) of x [T, H] and weight [E, 2I, H], rows in expert order.
-    I instead of 2I where the activation is ungated. `bias` [E, 2I] is contiguous.
+    I instead of 2I where the activation is ungated. `bias` [E, 2I] is contiguous; `scale`
+    [E, ceil(2I / 128), ceil(H / 128)] is of FP8 weights.
 
     `slot_weight` [T, K] multiplies the input rows when `weight_on_input` (Llama4); `pre` is the
     projection without it. Rows of dropped slots are not written. With `low_rank` the weight is
@@ -156,20 +155,22 @@ def gate_up(
     if slots == 0:
         return act, pre
     name = "gemm" if form == "ungated" else "gate_up"
+    name = name if scale is None else name + W8
     tile = choose(name, order.block_m, slots // experts, inner, hidden, x.dtype, x.device)
     one_dot = form != "concatenated" or weight.stride(2) == 1 or not use_tma(x.device)
     halves = 2 if one_dot and form == "concatenated" else 1
     columns = 2 * tile.bn if form == "interleaved" else tile.bn
     weights, tma, k_major = weight_operand(weight, columns, tile.bk, halves)
+    scales, scale_strides = scale_operand(scale)
     start = _launches(
         tile, x.dtype, dot_precision(x.dtype), weight.stride(), low_rank.rank if low_rank else 0,
         STRIDE_X=x.stride(0), H=hidden, I=inner, TOP_K=slots // x.shape[0],
         WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre, BIAS=bias is not None,
-        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, **told,
+        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, **scale_strides, **told,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * cdiv(inner, tile.bn),),
-        x, weights, bias, slot_weight, pre, act, *low_rank_args(low_rank),
+        x, weights, scales, bias, slot_weight, pre, act, *low_rank_args(low_rank),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return act, pre

@@ -9,27 +9,27 @@ from torch import Tensor
 from ..order import ExpertOrder
 from .launch import cdiv
 from .tiles import (
+    W8,
     LowRank,
     choose,
-    dot,
     dot_precision,
     find_tile,
     launches,
     load_rows,
-    load_weight,
     low_rank_args,
     low_rank_in,
     low_rank_out,
     operand,
-    weight_operand,
 )
+from .weights import scale_operand, weight_dot, weight_operand
 
 
 @triton.jit
 def grouped_gemm_kernel(
-    x, w, bias, out, low_a, low_b, low_side,
+    x, w, scales, bias, out, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     BIAS: tl.constexpr, X_TMA: tl.constexpr, TMA: tl.constexpr, K_MAJOR: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -63,8 +63,7 @@ def grouped_gemm_kernel(
                 a = a.to(tl.float32)
         else:
             a = load_rows(x_rows, k, K, BK, UPCAST)
-        b = load_weight(w, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, N, K, BN, BK, TMA, K_MAJOR, UPCAST)  # fmt: skip # noqa: E501
-        acc = dot(a, b, acc, PRECISION)
+        acc = weight_dot(a, acc, w, scales, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, N, K, BN, BK, TMA, K_MAJOR, PRECISION)  # fmt: skip # noqa: E501
         if R > 0:
             side = low_rank_in(a, low_a, side, expert, k, K, R, BK, UPCAST, PRECISION)
 
@@ -91,11 +90,12 @@ def grouped_gemm(
     gather: int = 0,
     scatter: bool = False,
     out: Tensor,
+    scale: Tensor | None = None,
     bias: Tensor | None = None,
     low_rank: LowRank | None = None,
 ) -> Tensor:
     """Writes x @ weight[e]^T + bias[e] into `out` [S, N] for weight [E, N, K] and returns it.
-    `bias` [E, N] is contiguous.
+    `bias` [E, N] is contiguous; `scale` [E, ceil(N / 128), ceil(K / 128)] is of FP8 weights.
 
     gather = 0: x [S, K] is in expert order; gather = d: row r is x[row_to_slot[r] // d] (d = top_k
     reads tokens, d = 1 slots). scatter: rows go to slot order instead of expert order. Rows of
@@ -105,17 +105,19 @@ def grouped_gemm(
         return out
     experts, n, k = weight.shape
     rows = order.row_to_slot.numel() // experts
-    tile = choose("gemm", order.block_m, rows, n, k, x.dtype, x.device)
+    name = "gemm" if scale is None else "gemm" + W8
+    tile = choose(name, order.block_m, rows, n, k, x.dtype, x.device)
+    scales, scale_strides = scale_operand(scale)
     weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
     box, x_tma = (x, False) if gather else operand(x, (tile.bm, tile.bk))
     start = _launches(
         tile, x.dtype, dot_precision(x.dtype), weight.stride(), low_rank.rank if low_rank else 0,
         STRIDE_X=x.stride(0), N=n, K=k, GATHER=gather, SCATTER=scatter,
-        BIAS=bias is not None, X_TMA=x_tma, TMA=tma, K_MAJOR=k_major,
+        BIAS=bias is not None, X_TMA=x_tma, TMA=tma, K_MAJOR=k_major, **scale_strides,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * cdiv(n, tile.bn),),
-        box, weights, bias, out, *low_rank_args(low_rank),
+        box, weights, scales, bias, out, *low_rank_args(low_rank),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return out

@@ -22,6 +22,8 @@ from . import table
 from .launch import Launch, descriptor, power_of_two
 
 INTERPRET: bool = triton.knobs.runtime.interpret
+W8 = "_w8"
+"""Ends the names of kernels that read FP8 weights, with rows of another dtype."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,13 @@ def block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
 
 def loaded(kernel: str, tile: Tile) -> int:
     """Columns that the tile loads at a step of its reduction: gate_up takes both halves."""
-    return 2 * tile.bn if kernel == "gate_up" else tile.bn
+    return 2 * tile.bn if kernel.startswith("gate_up") else tile.bn
+
+
+def step(kernel: str, tile: Tile, itemsize: int) -> int:
+    """Bytes that it loads at one. `itemsize` is the rows'; weights of kernels `*_w8` have one."""
+    weights = 1 if kernel.endswith(W8) else itemsize
+    return (tile.bm * itemsize + loaded(kernel, tile) * weights) * tile.bk
 
 
 def fit(kernel: str, tile: Tile, n: int, itemsize: int, shared: int) -> Tile:
@@ -67,8 +75,11 @@ def fit(kernel: str, tile: Tile, n: int, itemsize: int, shared: int) -> Tile:
     tile = replace(tile, bn=min(tile.bn, max(16, power_of_two(n))))
     # the index load in the loop takes two stages of the pipeline
     idle = 2 if kernel == "dw_gathered" else 0
-    stage = (tile.bm + loaded(kernel, tile)) * tile.bk * itemsize
-    return replace(tile, stages=max(1, min(tile.stages, (shared - 4096) // stage + idle)))
+    room = shared - 4096
+    if kernel.endswith(W8):  # widened weights lie beside those that come
+        room -= loaded(kernel, tile) * tile.bk * itemsize
+    stages = room // step(kernel, tile, itemsize) + idle
+    return replace(tile, stages=max(1, min(tile.stages, stages)))
 
 
 _forced: ContextVar[tuple[str, Tile] | None] = ContextVar("forced", default=None)
@@ -87,7 +98,8 @@ def forced(kernel: str, tile: Tile) -> Iterator[None]:
 def choose(
     kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> Tile:
-    """Configuration of `kernel` (gate_up, gemm, dgate, dw, dw_gathered): measured, or `heuristic`.
+    """Configuration of `kernel` (gate_up, gemm, dgate, dw, dw_gathered; the first three with `W8`
+    for FP8 weights): measured, or `heuristic`. `dtype` is that of the rows.
 
     For `rows` rows an expert (mean), N = n columns and a reduction over K = k; dw reduces over the
     rows, and its k is M. The user's table goes before the shipped one.
@@ -133,7 +145,7 @@ def measured(
         if key in tiles:
             shared, itemsize = chip(device)[1], dtype.itemsize
             tile = fit(kernel, Tile(*tiles[key]), n, itemsize, shared)
-            if (tile.bm + loaded(kernel, tile)) * tile.bk * itemsize <= shared - 4096:
+            if step(kernel, tile, itemsize) <= shared - 4096:
                 return tile
     return None
 
@@ -142,9 +154,19 @@ def heuristic(
     kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> Tile:
     """What `choose` answers where nothing was measured."""
-    _, shared, _ = chip(device)
+    _, shared, tma = chip(device)
     if INTERPRET:
         return Tile(bm, 32, 32, 4, 1)
+    if kernel.endswith(W8):  # products meet their scale beside the accumulator: half the columns
+        halves = 2 if kernel.startswith("gate_up") else 1
+        if dtype == torch.float32:
+            tile = Tile(bm, 32 // halves, 32, 4, 3)
+        elif shared < 160_000:
+            tile = Tile(bm, 64 // halves, 32, 4, 3)
+        else:
+            bn, bk = (128 if bm > 32 else 64) // halves, 128 if tma else 64
+            tile = Tile(bm, bn, bk, 8 if bm == 128 else 4, 4)
+        return fit(kernel, tile, n, dtype.itemsize, shared)
     if kernel.startswith("dw"):
         bm = 64 if dtype == torch.float32 or shared < 160_000 else 128
     if dtype == torch.float32:
@@ -198,19 +220,6 @@ def _box(
     return descriptor(pointer, dtype, shape, strides, block)
 
 
-def weight_operand(
-    weight: Tensor, bn: int, bk: int, halves: int = 1
-) -> tuple[Tensor | TensorDescriptor, bool, bool]:
-    """A logical [E, N, K] weight as a kernel argument: (tensor or TMA descriptor, is TMA, K-major).
-
-    halves = 2: blocks of 2 * bn columns, bn of each half of N; K-major weights only.
-    """
-    if weight.stride(2) == 1:
-        return *operand(weight, (1, bn, bk) if halves == 1 else (1, 2, bn, bk), halves), True
-    box, tma = operand(weight.transpose(1, 2), (1, bk, bn))
-    return (box, True, False) if tma else (weight, False, False)
-
-
 def launches(kernel: Any) -> Callable[..., Launch]:
     """(tile, dtype, precision, weight_strides, rank, **constants) -> the Launch of a grouped
     kernel, kept. `precision` is from `dot_precision`; rank 0: no low-rank update."""
@@ -262,6 +271,11 @@ def use_tma(device: torch.device) -> bool:
     return chip(device)[2]
 
 
+def converts_fp8(device: torch.device) -> bool:
+    """Whether Triton reads e4m3 on this device; its interpreter makes a number of NaN."""
+    return chip(device)[0] >= 89
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """float32 products stay IEEE unless the user allowed TF32, as torch.matmul does."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
@@ -275,37 +289,6 @@ def find_tile(pid, num_tiles, num_n, GROUP_M: tl.constexpr):
     height = min(num_tiles - first, GROUP_M)
     local = pid % (GROUP_M * num_n)
     return first + local % height, local // height
-
-
-@triton.jit
-def load_weight(
-    w, expert, n0, k0,
-    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr, n_end,
-    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TMA: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr, HALVES: tl.constexpr = 1,
-):  # fmt: skip
-    """[BK, BN] of the logical [E, N, K] weight; zero past n_end and K (TMA: past the tensor).
-
-    HALVES 2: [BK, 2 * BN], columns n0 ... of the first n_end, then the same of the second n_end.
-    """
-    if TMA:
-        if HALVES == 2:
-            tile = w.load([expert, 0, n0, k0]).reshape(2 * BN, BK).T
-        elif K_MAJOR:
-            tile = w.load([expert, n0, k0]).reshape(BN, BK).T
-        else:
-            tile = w.load([expert, k0, n0]).reshape(BK, BN)
-    else:
-        column = tl.arange(0, HALVES * BN)
-        n = n0 + column % BN
-        k = k0 + tl.arange(0, BK)
-        at = w + expert.to(tl.int64) * STRIDE_E + k[:, None] * STRIDE_K
-        at += (n + column // BN * n_end)[None, :] * STRIDE_N
-        if K % BK == 0:
-            tile = tl.load(at, mask=n[None, :] < n_end, other=0.0)
-        else:
-            tile = tl.load(at, mask=(n[None, :] < n_end) & (k[:, None] < K), other=0.0)
-    return tile.to(tl.float32) if UPCAST else tile
 
 
 @triton.jit
