@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import fp8, kernels
 from .accumulate import Leaf, leaf, target
 from .activation import Activation, parse
 from .checks import check
@@ -98,8 +98,11 @@ def _experts_inference(
     with on_device(hidden_states.device):
         adapted = any(factor.numel() for factor in extra[:4])
         if adapted or not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
-            forward = _by_sort if adapted or _scales(extra)[0] is None else _fp8_forward
-            return forward(*tensors, weight_on_input, activation, extra, False)[0]
+            scales = _scales(extra)
+            plain = not (adapted or weight_on_input or any(b is not None for b in _biases(extra)))
+            if plain and scales[0] is not None and fp8.multiplies(*tensors[:3], activation):
+                return fp8.experts(*tensors, *scales, None, activation)
+            return _by_sort(*tensors, weight_on_input, activation, extra, False)[0]
         (gate_up_bias, down_bias), (gate_up_scale, down_scale) = _biases(extra), _scales(extra)
         return kernels.decode.decode(
             rows_contiguous(hidden_states), gate_up_proj, down_proj,
@@ -107,10 +110,6 @@ def _experts_inference(
             activation=activation, gate_up_scale=gate_up_scale, down_scale=down_scale,
             gate_up_bias=gate_up_bias, down_bias=down_bias,
         )  # fmt: skip
-
-
-_fp8_forward = _by_sort
-"""Of FP8 weights, for many slots and no gradient, as `_by_sort`: activations are not quantised."""
 
 
 def _fake_forward(hidden_states, gate_up_proj, down_proj, top_k_index, _, on_input, act, extra):
@@ -358,7 +357,9 @@ def fused_experts(
             [E, ceil(H / 128), ceil(I / 128)], float32 or float8_e8m0fnu: the weights are
             float8_e4m3fn, and each 128 x 128 block of them times its scale is what they stand for
             (the last blocks may be ragged). Such weights are frozen: gradients flow to everything
-            else. They are never dequantised as a whole.
+            else. They are never dequantised as a whole. Without gradients, beyond a few tokens and
+            where the card has FP8 products, activations are quantised too, 1 x 128, as Hugging
+            Face does; else they stay as they are.
 
     Returns:
         [T, H] in the dtype of hidden_states, a fresh tensor. Differentiable in all float inputs,

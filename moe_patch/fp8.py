@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .activation import Activation
+from .activation import Activation, parse
 from .grouped import rows_contiguous, stacked_order
 from .kernels import on_device, op, require
 from .order import ExpertOrder
@@ -58,7 +58,7 @@ def _weight(name: str, weight: Tensor, scale: Tensor) -> Tensor:
     if len(shape) == 3:
         shape = (shape[0], blocks(shape[1]), blocks(shape[2]))
     _check(name, weight, scale, 3, shape)
-    return scale.float().contiguous()
+    return _plain(scale)
 
 
 def quantize(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
@@ -272,38 +272,60 @@ def moe(
     )  # fmt: skip
     if local_expert_offset:
         index = index - local_expert_offset
-    return fp8_experts(
-        hidden_states, hidden_states_scale, gate_up_proj, gate_up_scale_inv, down_proj,
-        down_scale_inv, index, weights, str(activation),
+    return experts(
+        hidden_states, gate_up_proj, down_proj, index, weights, gate_up_scale_inv, down_scale_inv,
+        hidden_states_scale, str(activation),
     )  # fmt: skip
 
 
+def multiplies(
+    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, activation: str = "silu"
+) -> bool:
+    """Whether `experts` takes these: else FP8 weights are multiplied in the activations' dtype."""
+    form = parse(activation).form
+    fits = form == "concatenated" and down_proj.shape[2] % 128 == 0
+    fits &= gate_up_proj.is_contiguous() and down_proj.is_contiguous()
+    return fits and kernels.fp8_gemm.runs(x.device)
+
+
 @op(lambda x, *_: x.new_empty(x.shape, dtype=torch.bfloat16 if x.dtype == E4M3 else x.dtype))
-def fp8_experts(
-    x: Tensor,
-    x_scale: Tensor | None,
+def experts(
+    hidden_states: Tensor,
     gate_up_proj: Tensor,
-    gate_up_scale_inv: Tensor,
     down_proj: Tensor,
-    down_scale_inv: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    activation: str,
+    gate_up_scale_inv: Tensor,
+    down_scale_inv: Tensor,
+    hidden_states_scale: Tensor | None = None,
+    activation: str = "silu",
 ) -> Tensor:
-    """The gathered layout: both products in FP8, quantised in between; checked by its callers."""
+    """The gathered layout: as `fused_experts`, both products in FP8; checked by its callers.
+
+    The activations are quantised as they are gathered, those between the products in the first
+    one's epilogue.
+    """
+    x, index = hidden_states, top_k_index.contiguous()
+    slots, count = index.numel(), len(gate_up_proj)
     with on_device(x.device):
-        slots, experts = top_k_index.numel(), len(gate_up_proj)
-        height = kernels.fp8_gemm.height(slots, experts, x.device)
-        buffer = top_k_index.new_empty(ExpertOrder.numel(slots, experts, height), dtype=torch.int32)
-        index, weights = top_k_index.contiguous(), top_k_weights.contiguous()
-        order = kernels.sort_tokens.sort_tokens(index, experts, height, buffer)
+        height = kernels.fp8_gemm.height(slots, count, x.device)
+        buffer = index.new_empty(ExpertOrder.numel(slots, count, height), dtype=torch.int32)
+        order = kernels.sort_tokens.sort_tokens(index, count, height, buffer)
         rows, scale = kernels.quantize.quantize(
-            rows_contiguous(x), x_scale, order, gather=index.shape[1]
+            rows_contiguous(x), hidden_states_scale, order, gather=index.shape[1]
         )
         act, act_scale = kernels.fp8_gemm.fp8_gemm(
-            rows, scale, gate_up_proj, gate_up_scale_inv, order, activation=activation
+            rows, scale, gate_up_proj, _plain(gate_up_scale_inv), order, activation=activation
         )
         dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
         rows = x.new_empty(slots, x.shape[1], dtype=dtype)
-        kernels.fp8_gemm.fp8_gemm(act, act_scale, down_proj, down_scale_inv, order, out=rows)
+        kernels.fp8_gemm.fp8_gemm(
+            act, act_scale, down_proj, _plain(down_scale_inv), order, out=rows
+        )
+        weights = top_k_weights.contiguous()
         return kernels.combine.combine(rows, order.slot_to_row, index.shape[1], weights)
+
+
+def _plain(scale: Tensor) -> Tensor:
+    """As kernels read the scales of weights."""
+    return scale.float().contiguous()

@@ -158,13 +158,14 @@ def grouped_gemm(
     return out.index_copy(0, place, valid)
 
 
-def dequantize(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP8 weights [..., N, K] times the scales [..., ceil(N / 128), ceil(K / 128)] of their
-    128 x 128 blocks, rounded to `dtype`."""
-    scale = scale_inv.to(torch.promote_types(dtype, torch.float32))
-    for dim in (-2, -1):
-        scale = scale.repeat_interleave(128, dim).narrow(dim, 0, weight.shape[dim])
-    return (weight.to(scale.dtype) * scale).to(dtype)
+def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """FP8 [..., K] times the scales of its rows [..., ceil(K / 128)], or [..., N, K] times those of
+    its blocks [..., ceil(N / 128), ceil(K / 128)], rounded to `dtype`."""
+    scale = scale.to(torch.promote_types(dtype, torch.float32))
+    scale = scale.repeat_interleave(128, -1)[..., : x.shape[-1]]
+    if scale.shape != x.shape:
+        scale = scale.repeat_interleave(128, -2)[..., : x.shape[-2], :]
+    return (x.to(scale.dtype) * scale).to(dtype)
 
 
 def fused_experts(
@@ -220,15 +221,6 @@ def quantize(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
     q = (blocks / scale[..., None]).flatten(1)[:, : x.shape[1]]
     return q.to(torch.float8_e4m3fn), scale
-
-
-def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """e4m3 [..., K] with scales [..., ceil(K / 128)], or [..., N, K] with [..., ceil(N / 128),
-    ceil(K / 128)]."""
-    scale = scale.float().to(dtype).repeat_interleave(128, -1)[..., : x.shape[-1]]
-    if scale.shape != x.shape:
-        scale = scale.repeat_interleave(128, -2)[..., : x.shape[-2], :]
-    return x.to(dtype) * scale
 
 
 def fp8_grouped_gemm(

@@ -24,6 +24,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -60,6 +62,10 @@ def specialise(value):
         return "constexpr", None, False
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype], None, True
+    if isinstance(value, GluonDescriptor):
+        shape = ",".join(map(str, value.block_shape))
+        dtype = TYPES[value.base.dtype]
+        return f"tensordesc<{dtype}[{shape}],{value.layout!r}>", None, False
     if isinstance(value, TensorDescriptor):
         shape = ",".join(map(str, value.block_shape))
         return f"tensordesc<{TYPES[value.base.dtype]}[{shape}]>", None, False
@@ -150,7 +156,7 @@ def build(target, launch):
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
         compiled = triton.compile(
-            ASTSource(kernel, signature, values, attrs),
+            (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values, attrs),
             target=target,
             options={"num_warps": num_warps, "num_stages": num_stages},
         )

@@ -32,10 +32,12 @@ ARROWS = {
     "low_rank": set(),
     "grouped": {"kernels", "kernels.*", "order"},
     "checks": {"grouped", "kernels"},
+    "fp8": {"activation", "grouped", "kernels", "kernels.*", "order", "routing"},
     "experts": {
         "accumulate",
         "activation",
         "checks",
+        "fp8",
         "grouped",
         "kernels",
         "kernels.*",
@@ -66,8 +68,9 @@ ARROWS |= {
     "parity": BENEATH | {"compare", "shadow"},
     "bench": BENEATH | {"compare", "parity", "shadow"},
     "bench_cli": BENEATH
-    | {"bench", "bench_families", "bench_lora", "bench_model", "parity", "support"},
+    | {"bench", "bench_families", "bench_fp8", "bench_lora", "bench_model", "parity", "support"},
     "bench_families": BENEATH | {"bench", "parity", "shadow", "support"},
+    "bench_fp8": BENEATH | {"bench", "fp8", "parity"},
     "bench_lora": BENEATH | {"bench", "parity", "shadow"},
     "bench_model": BENEATH | {"bench"},
     "support": BENEATH | {"activation"},
@@ -204,7 +207,13 @@ def test_modules_and_autograd_live_where_they_should(name):
     for function, line in calls(name):
         if function in ("custom_op", "triton_op", "op"):
             # kernels/__init__.py defines `op`, the one way to register; the two files use it
-            home = ("experts", "grouped", "routing", *(("kernels",) if function != "op" else ()))
+            home = (
+                "experts",
+                "fp8",
+                "grouped",
+                "routing",
+                *(("kernels",) if function != "op" else ()),
+            )
             assert name in home, f"{where}:{line} registers an op with {function}"
 
 

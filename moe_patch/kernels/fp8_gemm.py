@@ -1,6 +1,6 @@
-"""Grouped GEMM of e4m3 with block scales: x 1x128, weights 128x128, float32 sums promoted every 128.
+"""Grouped GEMM of e4m3 with block scales, x 1x128 and weights 128x128, promoted every 128 of K.
 
-out[r] = sum over blocks b of K of x_scale[r, b] * w_scale[e_r, n / 128, b] * (x[r, b] W[e_r, n, b]^T)
+out[r] = sum over blocks b of K of x_scale[r, b] w_scale[e_r, n / 128, b] (x[r, b] W[e_r, n, b]^T)
 (DeepSeek-V3, arXiv:2412.19437, section 3.3). Or, of a gate and an up projection, their activation,
 quantised again for the next one.
 """
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..activation import constants
 from ..order import ExpertOrder
+from . import tiles
 from .launch import Launch, cdiv, descriptor
 from .quantize import BLOCK, quantize_rows
-from .tiles import INTERPRET, block_m, chip, find_tile, glu
+from .tiles import INTERPRET, block_m, find_tile, glu
 
 
 @triton.jit
@@ -94,39 +95,37 @@ def fp8_gemm_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (n[None, :] < WIDTH))
 
 
-@functools.cache
 def _hopper(device: torch.device) -> bool:
-    return chip(device)[0] == 90
+    return not INTERPRET and tiles.chip(device)[0] == 90
 
 
 @functools.cache
 def _programs(device: torch.device) -> int:
+    if device.type != "cuda":  # compiled ahead of time
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def runs(device: torch.device) -> bool:
     """Whether the device multiplies e4m3."""
-    return INTERPRET or (device.type == "cuda" and chip(device)[0] >= 89)
+    return INTERPRET or tiles.chip(device)[0] >= 89
 
 
 def height(slots: int, num_experts: int, device: torch.device) -> int:
     """Of the row tiles that an order for `fp8_gemm` should have."""
-    if INTERPRET or not _hopper(device):
-        return block_m(slots, num_experts, torch.float8_e4m3fn)
-    return 128
+    return 128 if _hopper(device) else min(64, block_m(slots, num_experts, torch.float8_e4m3fn))
 
 
 @functools.lru_cache(1024)
-def _prepared(hopper: bool, activation: str, **told) -> Launch:
+def _prepared(hopper: bool, stages: int, activation: str, **told) -> Launch:
     told |= {k: v for k, v in constants(activation).items() if k != "FORM"}
     if not hopper:
-        height = told["BM"]
         told["INTERPRET"] = INTERPRET
-        return Launch(fp8_gemm_kernel, **told, num_warps=8 if height == 128 else 4, num_stages=3)
+        return Launch(fp8_gemm_kernel, **told, num_warps=4, num_stages=stages)
     from .fp8_hopper import fp8_hopper_kernel
 
     del told["BM"]
-    return Launch(fp8_hopper_kernel, **told, STAGES=4, num_warps=4)
+    return Launch(fp8_hopper_kernel, **told, STAGES=stages, num_warps=4)
 
 
 @functools.lru_cache(4096)
@@ -167,32 +166,35 @@ def fp8_gemm(
         out = x.new_empty(slots, n, dtype=torch.bfloat16)
     if slots == 0:
         return out, scale
-    hopper = not INTERPRET and _hopper(x.device) and columns % 16 == 0
+    hopper = _hopper(x.device) and columns % 16 == 0
     hopper &= (x.data_ptr() | weight.data_ptr()) % 16 == 0
     if masked_m is None:
         height, m_max, ends = order.block_m, 0, order.expert_offsets
-        tiles, listed = order.tile_expert.numel(), (order.tile_expert, order.tile_row, order.num_tiles)  # fmt: skip # noqa: E501
+        count, listed = order.tile_expert.numel(), (order.tile_expert, order.tile_row, order.num_tiles)  # fmt: skip # noqa: E501
         hopper &= height == 128
     else:
         m_max, ends, listed = slots // experts, masked_m, (None,) * 3
         height = 128 if hopper else 64
-        tiles = experts * cdiv(m_max, height)
+        count = experts * cdiv(m_max, height)
+    stages = 4  # of 48 KB; and two weight tiles and one of rows
+    if not hopper:
+        stages = max(1, min(4, (tiles.chip(x.device)[1] - 4096) // ((height + 2 * BLOCK) * BLOCK)))
     start = _prepared(
-        hopper, activation or "silu None 1.0 0.0 concatenated",
+        hopper, stages, activation or "silu None 1.0 0.0 concatenated",
         N=n, K=columns, M_MAX=m_max, ACTIVATE=activation is not None, BM=height,
         GROUP_M=16 if columns > 4096 else 8,
     )  # fmt: skip
     wide = n // 2 if activation else n
-    tiles *= cdiv(wide, BLOCK if activation or not hopper else 2 * BLOCK)
+    count *= cdiv(wide, BLOCK if activation or not hopper else 2 * BLOCK)
     operands = (x, weight)
     if hopper:
         operands = (
             _box(x.data_ptr(), slots, columns, 64),
             _box(weight.data_ptr(), experts * n, columns, BLOCK),
         )
-        tiles = min(tiles, _programs(x.device))
+        count = min(count, _programs(x.device))
     start(
-        (tiles,), *operands, x_scale, weight_scale, out, scale, ends, *listed,
+        (count,), *operands, x_scale, weight_scale, out, scale, ends, *listed,
         *x_scale.stride(), 0 if scale is None else scale.stride(1), experts,
     )  # fmt: skip
     return out, scale

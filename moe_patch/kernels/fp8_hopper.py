@@ -168,12 +168,14 @@ def fp8_hopper_kernel(
             (_consume, (
                 x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, ends, tile_expert,
                 tile_row, total, tiles, stride_xs, stride_xg, stride_os,
-                0, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, ACT, LIMIT, ALPHA, OFFSET,
+                0, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, ACT, LIMIT, ALPHA,
+                OFFSET,
             )),
             (_consume, (
                 x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, ends, tile_expert,
                 tile_row, total, tiles, stride_xs, stride_xg, stride_os,
-                1, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, ACT, LIMIT, ALPHA, OFFSET,
+                1, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, ACT, LIMIT, ALPHA,
+                OFFSET,
             )),
             (_produce, (
                 x, w, x_ring, w_ring, ready, empty, ends, tile_expert, tile_row, total, tiles,

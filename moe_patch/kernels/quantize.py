@@ -1,4 +1,4 @@
-"""Rows to e4m3 with one float32 scale for each 128 columns, gathered into expert order on the way."""
+"""Rows to e4m3 with a float32 scale for each 128 columns, gathered into expert order on the way."""
 
 from __future__ import annotations
 
