@@ -193,35 +193,91 @@ def add_bias(
     return _AddBias.apply(rows, bias, expert, order.block_m, scattered, *order.tensors())
 
 
+def group_order(
+    m_sizes: Tensor | None, offsets: Tensor | None, num_rows: int, weight: Tensor
+) -> ExpertOrder:
+    """The order of rows that stand by group, for the weight [G, N, K] of `grouped_gemm`.
+
+    One of m_sizes [G] and offsets [G + 1] is given. Raises as `grouped_gemm` does.
+    """
+    groups = weight.shape[0]
+    name, given = ("m_sizes", m_sizes) if offsets is None else ("offsets", offsets)
+    length = groups if offsets is None else groups + 1
+    if given.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {given.dtype}: int32 or int64 is needed.")
+    if given.shape != (length,) or not groups:
+        raise ValueError(
+            f"{name} must be [{length}] for a weight of {groups} groups, one at least, found "
+            f"{list(given.shape)}."
+        )
+    if given.device != weight.device:
+        raise ValueError(f"{name} is on {given.device} and weight on {weight.device}.")
+    if offsets is None:
+        ends = m_sizes.clamp(0, num_rows).cumsum(0, dtype=torch.int64)
+        offsets = torch.nn.functional.pad(ends, (1, 0))
+    from .kernels.tiles import block_m  # torch.compile follows this, and no look-up in `kernels`
+
+    return ExpertOrder.of_groups(offsets, num_rows, block_m(num_rows, groups, weight.dtype))
+
+
 def grouped_gemm(
-    x: Tensor, weight: Tensor, order: ExpertOrder, *, gather: bool = False, scatter: bool = False
+    x: Tensor,
+    weight: Tensor,
+    order: ExpertOrder | None = None,
+    *,
+    m_sizes: Tensor | None = None,
+    offsets: Tensor | None = None,
+    gather: bool = False,
+    scatter: bool = False,
 ) -> Tensor:
     """One expert projection: row r of the result is x[r] @ weight[expert of r]^T.
+
+    Which rows are whose is told by an order of slots, or, for rows that stand by group already
+    (G experts are then called groups), by their numbers or where they begin. All three stay on
+    the device.
 
     Args:
         x: [S, K] in expert order; with `gather` [T, K] tokens, read through the order; with
             `scatter` still [S, K] in expert order.
         weight: [E, N, K] of x's dtype, any strides.
         order: of the S slots, from `expert_order` on the same dtype.
-        gather: fuse the permutation into expert order into the read of x.
-        scatter: fuse the permutation back into the write: the result is in slot order.
+        m_sizes: [G] int32 or int64 instead: the first m_sizes[0] rows of x [S, K] are of group 0,
+            and so on.
+        offsets: [G + 1] int32 or int64 instead: rows offsets[g] .. offsets[g + 1] - 1 are of g.
+        gather: fuse the permutation into expert order into the read of x; needs an order.
+        scatter: fuse the permutation back into the write: the result is in slot order; needs one.
 
     Returns:
-        [S, N], rows of dropped slots zero. Differentiable in x and weight, once.
+        [S, N], rows of dropped slots and of no group zero. Differentiable in x and weight, once.
+        Sizes and offsets are not checked, which would mean waiting for the device: what is negative
+        counts as 0, what lies past S as S, an offset below the one before it as that one.
 
     Raises:
-        ValueError: gather and scatter together, or shapes that do not fit.
+        ValueError: not one of order, m_sizes and offsets, gather and scatter together or without an
+            order, or shapes that do not fit.
         TypeError: unsupported or mixed dtypes.
         RuntimeError: the kernels cannot run on this device.
     """
-    slots = order.row_to_slot.numel()
     if gather and scatter:
         raise ValueError("gather is for the first projection, scatter for the second: pass one.")
+    if sum(given is not None for given in (order, m_sizes, offsets)) != 1:
+        raise ValueError("pass one of order, m_sizes and offsets: it says which rows are whose.")
+    if order is None and (gather or scatter):
+        raise ValueError("gather and scatter permute by an order: pass one, from expert_order.")
     if weight.dim() != 3 or x.dim() != 2 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"grouped_gemm takes x [rows, K] and weight [E, N, K], found {tuple(x.shape)} and "
             f"{tuple(weight.shape)}."
         )
+    if x.dtype not in DTYPES or x.dtype != weight.dtype:
+        raise TypeError(
+            f"x is {x.dtype} and weight {weight.dtype}: both must be the same one of bfloat16, "
+            "float16 and float32."
+        )
+    require(x.device)
+    if order is None:
+        order = group_order(m_sizes, offsets, x.shape[0], weight)
+    slots = order.row_to_slot.numel()
     if order.expert_offsets.numel() != weight.shape[0] + 1:
         raise ValueError(
             f"the order is of {order.expert_offsets.numel() - 1} experts and weight has "
@@ -231,12 +287,6 @@ def grouped_gemm(
     if x.shape[0] * top_k != slots:
         kind = "tokens that divide them" if gather else "rows"
         raise ValueError(f"the order has {slots} slots and x {x.shape[0]} rows, not {kind}.")
-    if x.dtype not in DTYPES or x.dtype != weight.dtype:
-        raise TypeError(
-            f"x is {x.dtype} and weight {weight.dtype}: both must be the same one of bfloat16, "
-            "float16 and float32."
-        )
-    require(x.device)
     fields = order.tensors()
     options = (order.block_m, top_k if gather else 0, scatter)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):

@@ -143,19 +143,29 @@ def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | Non
 
 
 def grouped_gemm(
-    x: Tensor, weight: Tensor, order: ExpertOrder, *, gather: bool = False, scatter: bool = False
+    x: Tensor,
+    weight: Tensor,
+    order: ExpertOrder | None = None,
+    *,
+    m_sizes: Tensor | None = None,
+    offsets: Tensor | None = None,
+    gather: bool = False,
+    scatter: bool = False,
 ) -> Tensor:
     """Twin of :func:`moe_patch.experts.grouped_gemm`."""
-    slots = order.row_to_slot.long()
+    if m_sizes is not None:
+        offsets = F.pad(m_sizes.clamp(min=0).cumsum(0), (1, 0))
+    if order is None:
+        slots, ends = torch.arange(len(x), device=x.device), offsets.cummax(0).values
+        ends = ends.clamp(0, len(x)).tolist()
+    else:
+        slots, ends = order.row_to_slot.long(), order.expert_offsets.tolist()
     rows = x[slots * x.shape[0] // max(len(slots), 1)] if gather else x
     out = rows.new_zeros(len(slots), weight.shape[1])
-    offsets = order.expert_offsets.tolist()
-    pieces = [
-        rows[begin:end] @ weight[e].T for e, (begin, end) in enumerate(zip(offsets, offsets[1:]))
-    ]
+    pieces = [rows[begin:end] @ weight[e].T for e, (begin, end) in enumerate(zip(ends, ends[1:]))]
     valid = torch.cat(pieces) if pieces else out[:0]
-    place = slots[: offsets[-1]] if scatter else torch.arange(offsets[-1], device=x.device)
-    return out.index_copy(0, place, valid)
+    place = torch.arange(ends[0], ends[-1], device=x.device)
+    return out.index_copy(0, slots[place] if scatter else place, valid)
 
 
 def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

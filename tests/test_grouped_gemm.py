@@ -10,6 +10,7 @@ from ops import DTYPES, assert_close, in_double, moe, sample
 
 from moe_patch import reference
 from moe_patch.experts import expert_order, grouped_gemm
+from moe_patch.order import ExpertOrder
 
 GEMM_SIZES = [  # T, K (in), N (out), E, top_k
     (1, 16, 8, 4, 2),
@@ -93,6 +94,139 @@ def test_gather_then_scatter_makes_the_block(device):
     rows = grouped_gemm(reference.glu(pre), arguments["down_proj"], order, scatter=True)
     out = (rows.view(20, 2, 32) * weights[..., None]).sum(1)
     assert_close(out, reference.fused_experts(**in_double(arguments)), torch.float32)
+
+
+GROUPS = [  # sizes, rows of x, K, N
+    ([3, 0, 17, 5], 25, 40, 24),
+    ([0, 0, 9], 12, 16, 8),  # rows of no group
+    ([30], 30, 24, 72),
+    ([0, 0], 6, 8, 8),
+]
+DEEPSEEK = [  # G, rows in all, K, N
+    (1, 4096, 7168, 4096),
+    (4, 8192, 7168, 4096),
+    (4, 8192, 2048, 7168),
+    (8, 4096, 7168, 4096),
+    (8, 4096, 2048, 7168),
+]
+
+
+def group_case(device, dtype, sizes, rows, k, n):
+    draw = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, k, generator=draw).to(device, dtype).requires_grad_()
+    weight = torch.randn(len(sizes), n, k, generator=draw).mul_(k**-0.5)
+    d_out = torch.randn(rows, n, generator=draw).to(device, dtype)
+    return x, weight.to(device, dtype).requires_grad_(), d_out
+
+
+def judge_groups(x, weight, d_out, by, say):
+    """`by` is m_sizes or offsets, as a dictionary."""
+    out = grouped_gemm(x, weight, **by)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    truth = reference.grouped_gemm(*exact, **by)
+    ours = (out, *torch.autograd.grad(out, (x, weight), d_out))
+    true = (truth, *torch.autograd.grad(truth, exact, d_out.double()))
+    for name, mine, other in zip(("out", "grad_x", "grad_w"), ours, true):
+        assert_close(mine, other, x.dtype, f"{say}: {name}")
+    with torch.no_grad():
+        assert torch.equal(grouped_gemm(x, weight, **by), out)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(
+    "dtype", (torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu))
+)
+@pytest.mark.parametrize("case", GROUPS, ids=str)
+def test_groups_by_size_and_by_offset(device, case, dtype):
+    sizes, rows, k, n = case
+    x, weight, d_out = group_case(device, dtype, sizes, rows, k, n)
+    m_sizes = torch.tensor(sizes, device=device)
+    judge_groups(x, weight, d_out, {"m_sizes": m_sizes.int()}, "m_sizes")
+    offsets = torch.nn.functional.pad(m_sizes.cumsum(0), (1, 0))
+    by_offset = grouped_gemm(x, weight, offsets=offsets)
+    assert torch.equal(by_offset, grouped_gemm(x, weight, m_sizes=m_sizes))
+    assert not by_offset[sum(sizes) :].any(), "rows of no group are zero"
+
+
+@pytest.mark.parametrize(
+    "by, as_if",
+    [
+        ({"m_sizes": [5, 90, 2]}, [0, 5, 12, 12]),
+        ({"m_sizes": [-3, 4, 2**40]}, [0, 0, 4, 12]),
+        ({"offsets": [2, 5, 3, 900]}, [2, 5, 5, 12]),
+        ({"offsets": [-7, 5, 9, 10]}, [0, 5, 9, 10]),
+    ],
+    ids=str,
+)
+def test_wrong_sizes_are_clamped(device, by, as_if):
+    """Nothing is read or written out of bounds, and the host is not asked."""
+    x, weight, _ = group_case(device, torch.float32, [0] * 3, 12, 16, 8)
+    by = {name: torch.tensor(value, device=device) for name, value in by.items()}
+    exact = reference.grouped_gemm(x, weight, offsets=torch.tensor(as_if, device=device))
+    assert_close(grouped_gemm(x, weight, **by), exact, torch.float32)
+    found = reference.grouped_gemm(x, weight, **by)
+    assert_close(found, exact, torch.float32, "the twin")
+
+
+@pytest.mark.parametrize("block_m", (2, 16))
+def test_tiles_of_groups_are_those_of_the_sort(device, block_m):
+    sizes = torch.tensor([3, 0, 17, 1, 0], device=device)
+    index = torch.arange(5, device=device).repeat_interleave(sizes)[:, None]
+    offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+    ours = ExpertOrder.of_groups(offsets, 21, block_m)
+    other = reference.sort_tokens(index, 5, block_m)
+    used = int(other.num_tiles)
+    for name in vars(other):
+        mine, its = getattr(ours, name), getattr(other, name)
+        if name.startswith("tile"):
+            assert mine.shape == its.shape, name
+            mine, its = mine[:used], its[:used]
+        assert mine == its if name == "block_m" else torch.equal(mine, its), name
+        assert name == "block_m" or mine.dtype == its.dtype, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("even", (True, False))
+@pytest.mark.parametrize("case", DEEPSEEK, ids=str)
+def test_deepseek_shapes(device, case, even):
+    groups, rows, k, n = case
+    sizes = torch.full((groups,), rows // groups)
+    if not even:
+        sizes = torch.rand(groups, generator=torch.manual_seed(0)).softmax(0).mul(rows).long()
+    x, weight, d_out = group_case(device, torch.bfloat16, sizes, rows, k, n)
+    judge_groups(x, weight, d_out, {"m_sizes": sizes.to(device)}, str(case))
+
+
+@pytest.mark.gpu
+def test_groups_wait_for_nothing(device):
+    x, weight, d_out = group_case(device, torch.bfloat16, [0] * 4, 256, 64, 128)
+    sizes = torch.tensor([100, 0, 56, 100], device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grouped_gemm(x, weight, m_sizes=sizes).backward(d_out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "change, error, says",
+    [
+        ({"m_sizes": None}, ValueError, "pass one of order, m_sizes and offsets"),
+        ({"offsets": torch.tensor([0, 1, 2, 3])}, ValueError, "pass one of order"),
+        ({"m_sizes": torch.tensor([1.0, 2, 3])}, TypeError, "m_sizes is torch.float32"),
+        ({"m_sizes": torch.tensor([1, 2])}, ValueError, r"m_sizes must be \[3\] for a weight of 3"),
+        ({"gather": True}, ValueError, "permute by an order"),
+        ({"scatter": True}, ValueError, "permute by an order"),
+    ],
+    ids=str,
+)
+def test_group_refusals(device, change, error, says):
+    x, weight, _ = group_case(device, torch.float32, [0] * 3, 12, 16, 8)
+    options = {"m_sizes": torch.tensor([4, 4, 4], device=device)} | change
+    options = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
+    with pytest.raises(error, match=says) as caught:
+        grouped_gemm(x.detach(), weight.detach(), **options)
+    assert str(caught.value).count("\n") == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ops import DTYPES, assert_close, gradients, in_double, in_fp8, moe, sample
+from ops import DTYPES, assert_close, gradients, in_double, in_fp8, moe
 
 from moe_patch import reference
 from moe_patch.activation import Activation
@@ -20,12 +20,16 @@ from moe_patch.kernels.weights import widen, widen_scale
 E8M0 = torch.float8_e8m0fnu
 SIZES = [  # T, H, I, E, K: seams of gate and up inside a block and inside a tile, ragged blocks
     (9, 160, 96, 2, 2),
-    (9, 136, 72, 3, 2),
+    (5, 136, 72, 2, 1),
     (20, 256, 128, 2, 2),
     (18, 97, 41, 1, 1),
     (12, 40, 200, 3, 1),
 ]
 CASES = list(itertools.product(SIZES, DTYPES, (torch.float32, E8M0), ("random", "sentinel")))
+ON_CPU = [
+    (SIZES[0], torch.float32, torch.float32, "sentinel"),
+    (SIZES[1], torch.float16, E8M0, "random"),
+]
 FORMS = (Activation(form="interleaved"), Activation("gelu", form="ungated"), Activation(limit=0.5))
 
 
@@ -53,7 +57,10 @@ def test_every_byte_is_widened_exactly(device, dtype):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("size,dtype,scale_dtype,routing", sample(CASES, 4))
+@pytest.mark.parametrize(
+    "size,dtype,scale_dtype,routing",
+    [*ON_CPU, *(pytest.param(*case, marks=pytest.mark.gpu) for case in CASES)],
+)
 def test_forward_and_input_gradients(device, size, dtype, scale_dtype, routing):
     arguments = in_fp8(moe(device, dtype, *size, routing=routing), scale_dtype)
     exact = in_double(arguments)
