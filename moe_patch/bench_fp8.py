@@ -187,13 +187,12 @@ def _contiguous(groups: int, m: int, n: int, k: int) -> _Row:
         torch.randn(groups * m, k, generator=draw, device="cuda").bfloat16()
     )
     offsets = torch.arange(groups + 1, device="cuda", dtype=torch.int32) * m
-    by_column = [scale.t().contiguous() for scale in rhs_scale]
 
     def loop() -> list[Tensor]:
         return [
             torch._scaled_mm(
                 lhs[g * m : (g + 1) * m], rhs[g].t(), lhs_scale[g * m : (g + 1) * m],
-                by_column[g], out_dtype=torch.bfloat16,
+                rhs_scale[g].t(), out_dtype=torch.bfloat16,
             )
             for g in range(groups)
         ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import kernels
 from .activation import Activation, parse
-from .grouped import rows_contiguous, stacked_order
+from .grouped import rows_contiguous
 from .kernels import on_device, op, require
 from .order import ExpertOrder
 from .routing import select_experts
@@ -104,8 +104,8 @@ def grouped_gemm(
         lhs_scale: float32 [M, ceil(K / 128)], any strides (`quantize`'s are read best).
         rhs: float8_e4m3fn [G, N, K].
         rhs_scale: float32 or float8_e8m0fnu [G, ceil(N / 128), ceil(K / 128)].
-        offsets: integer [G + 1] on the device: rows offsets[g] to offsets[g + 1] are group g's.
-            What passes M is cut off there.
+        offsets: int32 or int64 [G + 1] on the device: rows offsets[g] to offsets[g + 1] - 1 are
+            group g's. What passes M counts as M, what decreases as what stands before it.
 
     Returns:
         bfloat16 [M, N]; rows of no group are zero.
@@ -115,9 +115,9 @@ def grouped_gemm(
         RuntimeError: the device has no FP8.
     """
     rhs_scale = _operands(lhs, lhs_scale, rhs, rhs_scale, lhs.shape[:1])
-    if offsets.shape != (len(rhs) + 1,) or offsets.is_floating_point():
+    if offsets.shape != (len(rhs) + 1,) or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"offsets must be [{len(rhs) + 1}] integers, found {offsets.dtype} "
+            f"offsets must be [{len(rhs) + 1}] int32 or int64, found {offsets.dtype} "
             f"{tuple(offsets.shape)}."
         )
     return _contiguous(lhs, lhs_scale.float(), rhs, rhs_scale, offsets)
@@ -142,10 +142,12 @@ def _contiguous(
     lhs: Tensor, lhs_scale: Tensor, rhs: Tensor, rhs_scale: Tensor, offsets: Tensor
 ) -> Tensor:
     with on_device(lhs.device):
-        height = kernels.fp8_gemm.height(len(lhs), len(rhs), lhs.device)
-        order = stacked_order(offsets, len(lhs), height)
-        out = lhs.new_zeros(len(lhs), rhs.shape[1], dtype=torch.bfloat16)
-        return kernels.fp8_gemm.fp8_gemm(lhs, lhs_scale, rhs, rhs_scale, order, out=out)[0]
+        rows, groups = len(lhs), len(rhs)
+        height = kernels.fp8_gemm.height(rows, groups, lhs.device)
+        buffer = offsets.new_empty(ExpertOrder.numel(rows, groups, height), dtype=torch.int32)
+        order = kernels.groups.group_tiles(offsets.contiguous(), rows, height, buffer)
+        out, _ = kernels.fp8_gemm.fp8_gemm(lhs, lhs_scale, rhs, rhs_scale, order)
+        return kernels.groups.zero_rest(out, order)
 
 
 def masked_grouped_gemm(
@@ -305,9 +307,18 @@ def experts(
     The activations are quantised as they are gathered, those between the products in the first
     one's epilogue.
     """
-    x, index = hidden_states, top_k_index.contiguous()
+    x, index, weights = hidden_states, top_k_index.contiguous(), top_k_weights.contiguous()
     slots, count = index.numel(), len(gate_up_proj)
     with on_device(x.device):
+        if kernels.decode.decodes(index, gate_up_proj, down_proj):  # the memory decides
+            if hidden_states_scale is not None:
+                scale = hidden_states_scale.repeat_interleave(128, 1)[:, : x.shape[1]]
+                x = (x.float() * scale).bfloat16()
+            return kernels.decode.decode(
+                rows_contiguous(x), gate_up_proj, down_proj, index, weights,
+                weight_on_input=False, activation=activation,
+                gate_up_scale=gate_up_scale_inv, down_scale=down_scale_inv,
+            )  # fmt: skip
         height = kernels.fp8_gemm.height(slots, count, x.device)
         buffer = index.new_empty(ExpertOrder.numel(slots, count, height), dtype=torch.int32)
         order = kernels.sort_tokens.sort_tokens(index, count, height, buffer)
@@ -322,7 +333,6 @@ def experts(
         kernels.fp8_gemm.fp8_gemm(
             act, act_scale, down_proj, _plain(down_scale_inv), order, out=rows
         )
-        weights = top_k_weights.contiguous()
         return kernels.combine.combine(rows, order.slot_to_row, index.shape[1], weights)
 
 

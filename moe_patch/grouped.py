@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import kernels
 from .kernels import on_device, op, require
-from .order import ExpertOrder, max_tiles
+from .order import ExpertOrder
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -52,22 +52,6 @@ def sort(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[Exp
     return kernels.sort_tokens.sort_tokens(
         top_k_index.contiguous(), num_experts, height, buffer
     ), buffer
-
-
-def stacked_order(offsets: Tensor, num_rows: int, block_m: int) -> ExpertOrder:
-    """The order of rows that stand in groups already: group g's are offsets[g] to offsets[g + 1].
-
-    offsets [G + 1] integer, on the device; what passes num_rows is cut off. No host sync.
-    """
-    offsets = offsets.clamp(0, num_rows).int()
-    tiles = (offsets.diff().clamp_(min=0) + (block_m - 1)) // block_m
-    ends = tiles.cumsum(0)
-    at = torch.arange(max_tiles(num_rows, len(tiles), block_m), device=offsets.device)
-    expert = torch.searchsorted(ends, at, right=True).clamp_(max=len(tiles) - 1)
-    row = offsets[expert] + (at - (ends - tiles)[expert]) * block_m
-    slots = torch.arange(num_rows, device=offsets.device, dtype=torch.int32)
-    listed = expert.int(), row.int(), ends[-1:].int()
-    return ExpertOrder(offsets, slots, slots, *listed, block_m=block_m)
 
 
 def _fake_gemm(x, weight, order, block_m, gather, scatter):
@@ -217,7 +201,22 @@ def group_order(
         offsets = torch.nn.functional.pad(ends, (1, 0))
     from .kernels.tiles import block_m  # torch.compile follows this, and no look-up in `kernels`
 
-    return ExpertOrder.of_groups(offsets, num_rows, block_m(num_rows, groups, weight.dtype))
+    height = block_m(num_rows, groups, weight.dtype)
+    buffer = _group_order(offsets, num_rows, height)
+    return ExpertOrder.view(buffer, num_rows, groups, height)
+
+
+def _fake_group_order(offsets, num_rows, block_m):
+    numel = ExpertOrder.numel(num_rows, offsets.numel() - 1, block_m)
+    return offsets.new_empty(numel, dtype=torch.int32)
+
+
+@op(_fake_group_order)
+def _group_order(offsets: Tensor, num_rows: int, block_m: int) -> Tensor:
+    buffer = _fake_group_order(offsets, num_rows, block_m)
+    with on_device(offsets.device):
+        kernels.groups.group_tiles(offsets.contiguous(), num_rows, block_m, buffer)
+    return buffer
 
 
 def grouped_gemm(

@@ -47,33 +47,6 @@ class ExpertOrder:
             self.tile_expert, self.tile_row, self.num_tiles,
         )  # fmt: skip
 
-    @classmethod
-    def of_groups(cls, offsets: Tensor, num_rows: int, block_m: int) -> ExpertOrder:
-        """Of rows that stand by expert: rows offsets[e] .. offsets[e + 1] - 1 are of expert e.
-
-        `offsets` [E + 1] is any integer tensor; what decreases or lies outside 0 .. num_rows is
-        moved to the nearest that does not. Reads nothing on the host.
-        """
-        offsets = offsets.clamp(0, num_rows).cummax(0).values.int()
-        begin, end = offsets[:-1], offsets[1:]
-        rows = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
-        tiles = torch.arange(
-            max_tiles(num_rows, len(begin), block_m), dtype=torch.int32, device=offsets.device
-        )
-        counts = (end - begin + block_m - 1) // block_m
-        last = counts.cumsum(0, dtype=torch.int32)  # past an expert's tiles
-        expert = torch.searchsorted(last, tiles, right=True, out_int32=True)
-        expert = expert.clamp(max=len(begin) - 1).long()
-        return cls(
-            expert_offsets=offsets,
-            row_to_slot=rows,
-            slot_to_row=rows.masked_fill((rows < offsets[0]) | (rows >= offsets[-1]), -1),
-            tile_expert=expert.int(),
-            tile_row=begin[expert] + (tiles - (last - counts)[expert]) * block_m,
-            num_tiles=last[-1:],
-            block_m=block_m,
-        )
-
     @staticmethod
     def sizes(num_slots: int, num_experts: int, block_m: int) -> list[int]:
         """Lengths of the six tensors, in field order."""

@@ -109,6 +109,29 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int) -> ExpertOr
     )
 
 
+def group_tiles(offsets: Tensor, num_rows: int, block_m: int) -> ExpertOrder:
+    """Twin of :func:`moe_patch.kernels.groups.group_tiles`."""
+    offsets = offsets.clamp(0, num_rows).cummax(0).values.int()
+    begin, end = offsets[:-1], offsets[1:]
+    rows = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
+    tiles = torch.arange(
+        max_tiles(num_rows, len(begin), block_m), dtype=torch.int32, device=offsets.device
+    )
+    counts = (end - begin + block_m - 1) // block_m
+    last = counts.cumsum(0, dtype=torch.int32)  # past an expert's tiles
+    expert = torch.searchsorted(last, tiles, right=True, out_int32=True)
+    expert = expert.clamp(max=len(begin) - 1).long()
+    return ExpertOrder(
+        expert_offsets=offsets,
+        row_to_slot=rows,
+        slot_to_row=rows.masked_fill((rows < offsets[0]) | (rows >= offsets[-1]), -1),
+        tile_expert=expert.int(),
+        tile_row=begin[expert] + (tiles - (last - counts)[expert]) * block_m,
+        num_tiles=last[-1:],
+        block_m=block_m,
+    )
+
+
 def glu(gate_up: Tensor, activation: Activation | str = "silu") -> Tensor:
     """Gated activation of [..., 2I] -> [..., I] (Shazeer 2020, arXiv:2002.05202), or ungated."""
     found = parse(str(activation))

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from moe_patch import fp8, reference
+from moe_patch.activation import Activation
+from moe_patch.experts import fused_experts
 
 E4M3 = torch.float8_e4m3fn
 # e4m3 rounds at 2**-4; honest float32 sums rounded to bfloat16 stay under 0.7 * 2**-7
@@ -27,7 +29,7 @@ def weights(device, groups, n, k, seed=1):
 
 
 def rms(x):
-    return float(x.double().square().mean().sqrt())
+    return float(x.detach().double().square().mean().sqrt())
 
 
 def far(found, truth):
@@ -169,7 +171,8 @@ def layer(device, tokens, experts, local, hidden, inner, quantised=True):
 LAYERS = [  # tokens, experts, local, hidden, intermediate, first local
     (9, 16, 8, 128, 128, 4),
     (3, 16, 16, 200, 128, 0),
-    pytest.param(1, 256, 32, 7168, 2048, 32, marks=pytest.mark.gpu),
+    (1, 16, 16, 256, 128, 0),  # decoded
+    pytest.param(1, 256, 256, 1024, 256, 0, marks=pytest.mark.gpu),
     pytest.param(64, 256, 32, 7168, 2048, 0, marks=pytest.mark.gpu),
     pytest.param(1024, 256, 32, 7168, 2048, 224, marks=pytest.mark.gpu),
 ]
@@ -182,16 +185,69 @@ def test_the_layer(device, tokens, experts, local, hidden, inner, first, quantis
         pytest.skip("the interpreter cannot round to bfloat16")
     arguments = layer(device, tokens, experts, local, hidden, inner, quantised)
     options = {
-        "correction_bias": draw(device, experts, seed=4), "local_expert_offset": first,
-        "num_groups": 4, "top_groups": 2, "top_k": 2,
+        "correction_bias": draw(device, experts, seed=4, std=0.1), "local_expert_offset": first,
+        "num_groups": 4, "top_groups": 3, "top_k": 4,
     }  # fmt: skip
     found = fp8.moe(*arguments, **options)
     assert found.dtype == torch.bfloat16 and found.shape == (tokens, hidden)
     twin = reference.fp8_moe(*arguments, **options, dtype=torch.float64)
     exact = reference.fp8_moe(*arguments, **options, dtype=torch.float64, requantize=False)
+    assert rms(exact) > 0
     assert rms(found - exact) <= 1.1 * rms(twin - exact) + BOUND * rms(exact)
     assert far(found, twin) < ROUNDED
     assert bool((found[(twin == 0).all(1)] == 0).all())  # tokens without a local expert
+
+
+EXPERTS = [  # tokens, experts, hidden, intermediate
+    (21, 2, 256, 128, torch.float32),
+    pytest.param(300, 8, 2048, 768, torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param(300, 8, 2048, 768, torch.float16, marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("tokens, experts, hidden, inner, dtype", EXPERTS)
+def test_fused_experts_multiply_in_fp8_where_nothing_needs_a_gradient(
+    device, tokens, experts, hidden, inner, dtype
+):
+    x = draw(device, tokens, hidden).to(dtype)
+    up, up_scale = weights(device, experts, 2 * inner, hidden)
+    down, down_scale = weights(device, experts, hidden, inner, seed=5)
+    weight, index = draw(device, tokens, experts, seed=3).softmax(-1).topk(2)
+    index[0, 0] = experts  # dropped
+    arguments = x, up, down, index, weight.to(dtype)
+    scales = {"gate_up_scale_inv": up_scale, "down_scale_inv": down_scale}
+    found = fused_experts(*arguments, **scales)
+    kept = fused_experts(x.detach().requires_grad_(), *arguments[1:], **scales)
+    assert found.dtype == dtype and not torch.equal(found, kept)
+    exact = reference.fused_experts(x.double(), *arguments[1:], **scales)
+    rows = reference.dequantize(*reference.quantize(x), torch.float64)
+    twin = torch.zeros_like(exact)
+    for expert in range(experts):
+        token, choice = torch.where(index == expert)
+        act = reference.glu(
+            rows[token] @ reference.dequantize(up[expert], up_scale[expert], torch.float64).T
+        )
+        act = reference.dequantize(*reference.quantize(act), torch.float64)
+        out = act @ reference.dequantize(down[expert], down_scale[expert], torch.float64).T
+        twin.index_add_(0, token, out * weight.to(dtype).double()[token, choice, None])
+    assert rms(found - exact) <= 1.05 * rms(twin - exact)
+    assert rms(kept - exact) < rms(twin - exact) / 4
+    assert torch.equal(found, fused_experts(*arguments, **scales))
+
+
+@pytest.mark.parametrize("what", ["ragged", "interleaved", "strided"])
+def test_what_fp8_products_do_not_take_runs_with_activations_as_they_are(device, what):
+    inner = 96 if what == "ragged" else 128
+    up, up_scale = weights(device, 2, 2 * inner, 128)
+    down, down_scale = weights(device, 2, 128, inner, seed=5)
+    if what == "strided":
+        up = up.transpose(1, 2).contiguous().transpose(1, 2)
+    act = Activation(form="interleaved" if what == "interleaved" else "concatenated")
+    x, index = draw(device, 9, 128), draw(device, 9, 2, seed=3).topk(2).indices
+    arguments = x, up, down, index, torch.full((9, 2), 0.5, device=device)
+    options = {"gate_up_scale_inv": up_scale, "down_scale_inv": down_scale, "activation": act}
+    found = fused_experts(*arguments, **options)
+    assert far(found, reference.fused_experts(x.double(), *arguments[1:], **options)) < 1e-5
 
 
 def test_bad_input_is_named(device):

@@ -10,6 +10,7 @@ from ops import DTYPES, assert_close, in_double, moe, sample
 
 from moe_patch import reference
 from moe_patch.experts import expert_order, grouped_gemm
+from moe_patch.kernels.groups import group_tiles
 from moe_patch.order import ExpertOrder
 
 GEMM_SIZES = [  # T, K (in), N (out), E, top_k
@@ -173,8 +174,20 @@ def test_tiles_of_groups_are_those_of_the_sort(device, block_m):
     sizes = torch.tensor([3, 0, 17, 1, 0], device=device)
     index = torch.arange(5, device=device).repeat_interleave(sizes)[:, None]
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
-    ours = ExpertOrder.of_groups(offsets, 21, block_m)
-    other = reference.sort_tokens(index, 5, block_m)
+    buffer = torch.empty(ExpertOrder.numel(21, 5, block_m), dtype=torch.int32, device=device)
+    ours = group_tiles(offsets, 21, block_m, buffer)
+    assert_tiles(ours, reference.group_tiles(offsets, 21, block_m))
+    assert_tiles(ours, reference.sort_tokens(index, 5, block_m))
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 2, 99], [3, 3, 7, 20], [-5, 0, 0, 0]], ids=str)
+def test_tiles_of_any_offsets_are_their_twins(device, offsets):
+    buffer = torch.empty(ExpertOrder.numel(21, 3, 4), dtype=torch.int32, device=device)
+    offsets = torch.tensor(offsets, device=device)
+    assert_tiles(group_tiles(offsets, 21, 4, buffer), reference.group_tiles(offsets, 21, 4))
+
+
+def assert_tiles(ours, other):
     used = int(other.num_tiles)
     for name in vars(other):
         mine, its = getattr(ours, name), getattr(other, name)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from ops import DTYPES, assert_close, gradients, in_double, in_fp8, moe
 
-from moe_patch import reference
+from moe_patch import fp8, reference
 from moe_patch.activation import Activation
 from moe_patch.experts import fused_experts
 from moe_patch.kernels import tiles
@@ -31,6 +31,12 @@ ON_CPU = [
     (SIZES[1], torch.float16, E8M0, "random"),
 ]
 FORMS = (Activation(form="interleaved"), Activation("gelu", form="ungated"), Activation(limit=0.5))
+
+
+@pytest.fixture(autouse=True)
+def as_they_are(monkeypatch):
+    """What test_fp8.py tests is left out."""
+    monkeypatch.setattr(fp8, "multiplies", lambda *_: False)
 
 
 @triton.jit
