@@ -101,26 +101,45 @@ def _of(module: ModuleType, family: str) -> Iterator[Support]:
         yield Support(family, names[0] if names else "", "", router, reason)
 
 
-def build(one: Support) -> nn.Module | None:
-    """The experts at the size of the family's default configuration, on the meta device; None
-    where that configuration is none of a MoE."""
+def build(one: Support, size: dict[str, int] | None = None) -> nn.Module | None:
+    """The experts of the family's default configuration, on the meta device; attributes of `size`
+    in the place of its own. None where that configuration is none of a MoE."""
     folder = Path(transformers.__file__).parent / "models" / one.family
     for path in sorted(folder.glob("modeling_*.py")):
         module = importlib.import_module(f"transformers.models.{one.family}.{path.stem}")
         if hasattr(module, one.experts):
-            found = _build(getattr(module, one.experts), module)
+            found = _build(getattr(module, one.experts), module, size)
             return None if isinstance(getattr(found, "config", None), _Filled) else found
     return None
 
 
-def _build(cls: type[nn.Module], module: ModuleType) -> nn.Module | None:
+def _build(
+    cls: type[nn.Module], module: ModuleType, size: dict[str, int] | None = None
+) -> nn.Module | None:
     """The experts of the family's default configuration, without memory."""
     parts = [part for config in _configs(module) for part in (config, *_parts(config))]
     parts = [part for part in parts if not re.search("Vision|Audio", type(part).__name__)]
+    if size:
+        for config in parts:
+            with contextlib.suppress(Exception), torch.device("meta"):
+                experts = cls(_Sized(config, size))
+                experts.config = config
+                return experts
+        return None
     for config in (*parts, *map(_Filled, parts)):
         with contextlib.suppress(Exception), torch.device("meta"):
             return cls(config)
     return None
+
+
+class _Sized:
+    """A configuration with other sizes than its own, whatever it would say to them."""
+
+    def __init__(self, config: Any, size: dict[str, int]) -> None:
+        self.config, self.size = config, size
+
+    def __getattr__(self, name: str) -> Any:
+        return self.size[name] if name in self.size else getattr(self.config, name)
 
 
 class _Filled:
