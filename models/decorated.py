@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from .. import kernels
 from ..experts import DTYPES, fused_experts
 from .gates import activation_of, has_own_gate, is_silu
-from .parts import by_parts, up_name
+from .parts import by_parts, normalises, up_name
 
 NAME = "moe_patch"
 """Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
@@ -212,8 +212,8 @@ def _fp8_experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 def why_not_form(experts: nn.Module) -> str | None:
     """None when the kernels can do the class's products, whatever its weights, else the reason."""
-    if vars(experts).get("has_post_expert_norm"):  # not in transformers 5.17
-        return "each expert normalises its output: only experts without that can be fused"
+    if normalises(experts) and not hasattr(experts, "post_expert_norm"):
+        return "each expert normalises its output, and there is no post_expert_norm"
     own = experts.has_gate and has_own_gate(experts)
     if not own and getattr(experts, "act_fn", None) is None:
         return "the experts have no act_fn, which their gate is to call"
@@ -222,6 +222,8 @@ def why_not_form(experts: nn.Module) -> str | None:
 
 def why_by_parts(experts: nn.Module) -> str | None:
     """None when `fused_experts` computes all that the class does, else why `by_parts` does."""
+    if normalises(experts):
+        return "a norm of each expert's output"
     if activation_of(experts) is None:
         own = experts.has_gate and has_own_gate(experts)
         return "a gate of its own" if own else f"the activation {_name(experts.act_fn)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -147,7 +148,13 @@ def _blocks(model: nn.Module) -> list[_Block]:
         elif not looks:
             continue
         blocks[name] = _Block(name, modules[name], module)
-    return list(blocks.values())
+    return [block for block in blocks.values() if not _only_holds(block, blocks)]
+
+
+def _only_holds(block: _Block, blocks: Iterable[str]) -> bool:
+    """Whether it is no MoE but the place of others: Ernie-VL's, one for text and one for images."""
+    inner = any(name.startswith(f"{block.name}.") for name in blocks)
+    return inner and block.module is block.experts and _fused_class(block.module) is None
 
 
 def _fused_class(module: nn.Module) -> type[nn.Module] | None:
