@@ -16,10 +16,10 @@ from . import support
 from .bench import MODES, OURS, free, short_of, step, times
 from .parity import ParityReport, check_parity
 from .patcher import patch
-from .shadow import hugging_face, logical, projections, shadow
+from .shadow import hugging_face, implementations, logical, projections, shadow
 
 TOKENS = (1, 64, 4096)
-HF = "HF grouped_mm"
+HF = "HF"  # grouped_mm, where it can
 _TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts",
     "moe_topk", "moe_k", "moe_top_k", "num_selected_experts", "top_k",
@@ -42,6 +42,7 @@ PUBLISHED: dict[str, tuple[str, int, int, int, int]] = {
     "OlmoeExperts": ("allenai/OLMoE-1B-7B-0924", 2048, 1024, 64, 8),
     "Qwen3OmniMoeTalkerTextExperts": ("Qwen/Qwen3-Omni-30B-A3B-Instruct", 1024, 384, 128, 6),
     "Qwen3OmniMoeThinkerTextExperts": ("Qwen/Qwen3-Omni-30B-A3B-Instruct", 2048, 768, 128, 8),
+    "Step3p7Experts": ("stepfun-ai/Step-3.7-Flash", 4096, 1280, 288, 8),
     "Qwen3VLMoeTextExperts": ("Qwen/Qwen3-VL-30B-A3B-Instruct", 2048, 768, 128, 8),
 }
 """Of experts whose family's default configuration is no published model: the checkpoint that is
@@ -143,7 +144,7 @@ def _time(
     x, d_out = x.to(gate_up.dtype), d_out.to(gate_up.dtype)
     ours = shadow(experts)
     patch(ours)
-    blocks = {OURS: ours, HF: hugging_face(experts, "grouped_mm")}
+    blocks = {OURS: ours, HF: hugging_face(experts, implementations(experts)[-1])}
     calls = {name: step(each, x, d_out, mode, index, weights) for name, each in blocks.items()}
     for call in calls.values():
         call()

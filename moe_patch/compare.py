@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import law, reference
 from .law import Errors, Row
-from .models.decorated import is_decorated
+from .models.decorated import UndecoratedExperts, is_decorated
 from .models.parts import gate
 from .patcher import patch
 from .shadow import (
@@ -350,7 +350,8 @@ class Comparison:
         if not report.fused:
             raise ValueError(f"it cannot be fused: {report}")
         self.family, experts = family_of(self.ours), find_experts(self.ours)
-        if self.family.router is None and not is_decorated(experts):
+        known = is_decorated(experts) or isinstance(experts, UndecoratedExperts)
+        if self.family.router is None and not known:
             raise ValueError("it is wrapped by PEFT: check the model before that")
         gate_up, down = logical(self.ours, *(getattr(experts, n) for n in projections(experts)[:2]))
         self.dtype, self.device = gate_up.dtype, gate_up.device

@@ -79,9 +79,9 @@ def _of(module: ModuleType, family: str) -> Iterator[Support]:
     classes = [cls for cls in classes if cls.__module__ == module.__name__]
     fused = (cls in SWAPS and "Router" in cls.__name__ or routers.rule_of(cls) for cls in classes)
     router = "fused" if any(fused) else "HF"
-    switched = [cls for cls in classes if decorated.dispatches(cls)]
+    switched = [cls for cls in classes if decorated.dispatches(cls) or _undecorated(cls)]
     for cls in switched:
-        experts = _build(cls, module)
+        experts = _build(_undecorated(cls) or cls, module)
         if experts is None:
             yield Support(family, cls.__name__, "", router, "its configuration is not known here")
             continue
@@ -99,6 +99,12 @@ def _of(module: ModuleType, family: str) -> Iterator[Support]:
         names = [cls.__name__ for cls in classes if _NAMES.search(cls.__name__)]
         reason = "transformers has no switch for its experts (@use_experts_implementation)"
         yield Support(family, names[0] if names else "", "", router, reason)
+
+
+def _undecorated(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The fused class of experts that have a file in models/ for want of HF's decorator."""
+    found = SWAPS.get(cls, object)
+    return found if issubclass(found, decorated.UndecoratedExperts) else None
 
 
 def build(one: Support, size: dict[str, int] | None = None) -> nn.Module | None:

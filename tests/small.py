@@ -51,6 +51,7 @@ MORE = {  # what a family needs besides
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
+    "step3p7": {"mlp_layer_types": ["sparse", "sparse"], "swiglu_limits": [None, 0.05]},
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A tiny model of every family with decorated experts, from its own config class, patched."""
+"""A tiny model of every family whose experts are fused, from its own config class, patched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import moe_patch
 
 NOT_GENERATING = {"granitemoehybrid", "jamba"}  # not with two layers, none of them attention
 INPUTS = {"ernie4_5_vl_moe": {"moe_mm_token_type_ids": torch.arange(14).view(2, 7) % 2}}  # images
-FAMILIES: dict[str, str] = {}
+FAMILIES = {"step3p7": "transformers.models.step3p7.modeling_step3p7"}
 for module, _ in decorated_classes():
     FAMILIES.setdefault(module.split(".")[2], module)
 

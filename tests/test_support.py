@@ -13,7 +13,7 @@ from moe_patch import support
 from moe_patch.support import families
 
 UNSWITCHED = {  # with experts that transformers itself cannot switch
-    "dbrx", "doge", "jetmoe", "longcat_flash", "nllb_moe", "step3p7", "switch_transformers",
+    "dbrx", "doge", "jetmoe", "longcat_flash", "nllb_moe", "switch_transformers",
 }  # fmt: skip
 UNFUSED: dict[str, str] = {}  # switched, but not of a form that kernels compute
 
