@@ -20,6 +20,7 @@ from moe_patch.models import decorated
 from moe_patch.models.decorated import why_by_parts
 from moe_patch.models.gates import activation_of
 from moe_patch.models.parts import up_name
+from moe_patch.parity import check_parity
 
 CONFIG = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
@@ -273,3 +274,13 @@ def test_grouped_mm_is_the_yardstick(device):
     experts, arguments = build("nemotron_h", device), routed(device)
     expected = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, *arguments)
     assert_close(decorated.experts_forward(experts, *arguments), expected.double(), torch.float32)
+
+
+def test_parity_of_normalised_experts(device, monkeypatch):
+    experts = build("normalised", device)
+    experts.config._experts_implementation = "grouped_mm"
+    monkeypatch.setattr("moe_patch.compare.implementations", lambda _: ["eager"])  # 5.17 has none
+    assert check_parity(experts, tokens=64, backward=False).passed
+    original = decorated.by_parts
+    monkeypatch.setattr(decorated, "by_parts", lambda *arguments: original(*arguments) * 0.99)
+    assert not check_parity(experts, tokens=64, backward=False).passed
