@@ -14,6 +14,7 @@ from torch import nn
 FAMILIES = (
     "llama4",
     "qwen3_moe",
+    "step3p7",
 )
 
 SWAPS: dict[type[nn.Module], type[nn.Module]] = {}

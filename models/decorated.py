@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from .. import kernels
 from ..experts import DTYPES, fused_experts
 from .gates import activation_of, has_own_gate, is_silu
-from .parts import by_parts, up_name
+from .parts import by_parts, normalises, up_name
 
 NAME = "moe_patch"
 """Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
@@ -131,8 +132,44 @@ def experts_forward(
 
     Args as HF's: the experts module, hidden_states [T, H], top_k_index and top_k_weights [T, K].
     """
+    routed = hidden_states, top_k_index, top_k_weights
+    return _fused_or(functools.partial(_hf_forward, self), self, *routed)
+
+
+class UndecoratedExperts:
+    """Before HF's class among the bases of a fused one: an experts class of the form that HF's
+    decorator expects (gate_up_proj, down_proj, act_fn, perhaps _apply_gate), but without it."""
+
+    has_gate = is_concatenated = True
+    has_bias = is_transposed = False
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As HF's: [T, H] with top_k_index and top_k_weights [T, K] -> [T, H]."""
+        routed = hidden_states, top_k_index, top_k_weights
+        return _fused_or(super().forward, self, *routed)
+
+    @property
+    def takes_low_rank(self) -> bool:
+        """Whether LoRA's factors can be taken where it runs fused."""
+        return why_by_parts(self) is None
+
+    @staticmethod
+    def why_not_fused(experts: nn.Module) -> str | None:
+        """None when the class can be swapped, else the reason in one sentence."""
+        if replaced_forward(experts):
+            return "the experts' forward was replaced on the instance: patch before that"
+        return why_not_weights(experts)
+
+
+def _fused_or(
+    hf: Callable[..., Tensor],
+    self: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
     if not ENABLED:
-        return _hf_forward(self, hidden_states, top_k_index, top_k_weights)
+        return hf(hidden_states, top_k_index, top_k_weights)
     reason = why_not_form(self)
     if reason is None:
         up, down = getattr(self, up_name(self)), self.down_proj  # PEFT computes them: read once
@@ -140,7 +177,7 @@ def experts_forward(
     if reason is not None:
         reason = f"{type(self).__name__} is not fused, {reason}"
     if _warn(reason or _why_not_run(hidden_states, top_k_weights)):
-        return _hf_forward(self, hidden_states, top_k_index, top_k_weights)
+        return hf(hidden_states, top_k_index, top_k_weights)
     if self.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     tensors = (hidden_states, up, down, top_k_index, top_k_weights)
@@ -212,8 +249,8 @@ def _fp8_experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 def why_not_form(experts: nn.Module) -> str | None:
     """None when the kernels can do the class's products, whatever its weights, else the reason."""
-    if vars(experts).get("has_post_expert_norm"):  # not in transformers 5.17
-        return "each expert normalises its output: only experts without that can be fused"
+    if normalises(experts) and not hasattr(experts, "post_expert_norm"):
+        return "each expert normalises its output, and there is no post_expert_norm"
     own = experts.has_gate and has_own_gate(experts)
     if not own and getattr(experts, "act_fn", None) is None:
         return "the experts have no act_fn, which their gate is to call"
@@ -222,6 +259,8 @@ def why_not_form(experts: nn.Module) -> str | None:
 
 def why_by_parts(experts: nn.Module) -> str | None:
     """None when `fused_experts` computes all that the class does, else why `by_parts` does."""
+    if normalises(experts):
+        return "a norm of each expert's output"
     if activation_of(experts) is None:
         own = experts.has_gate and has_own_gate(experts)
         return "a gate of its own" if own else f"the activation {_name(experts.act_fn)}"

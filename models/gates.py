@@ -77,7 +77,8 @@ def _ask(experts: nn.Module) -> str | None:
     if own or list(experts.buffers()):
         return None  # what is learned does today's job today
     numbers = _numbers(experts)
-    limits = tuple({number for name, number in numbers.items() if "limit" in name and number > 0})
+    limits = {number for name, number in numbers.items() if "limit" in name}
+    limits = tuple(number for number in limits if 0 < number < float("inf"))
     alphas = {1.702} | {number for name, number in numbers.items() if "alpha" in name}  # quick_gelu
     form = form_of(experts)
     probe, ungated = _probe(limits, form), form == "ungated"

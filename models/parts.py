@@ -1,6 +1,7 @@
 """Experts that no one kernel computes: grouped GEMM, the class's own gate, grouped GEMM.
 
-For gates that are no known function, with biases, interleaved halves or whatever else they have.
+For gates that are no known function, with biases, interleaved halves or whatever else they have,
+and for experts that normalise their output before it is weighted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ def up_name(experts: nn.Module) -> str:
 def gate(experts: nn.Module, rows: Tensor) -> Tensor:
     """The class's own activation of [S, N] rows of the first projection -> [S, I]."""
     return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+
+
+def normalises(experts: nn.Module) -> bool:
+    """Whether every row of an expert's output is normalised before it is weighted (MuseSpark)."""
+    return getattr(experts, "has_post_expert_norm", False)  # not in transformers 5.17
 
 
 def by_parts(
@@ -46,5 +52,7 @@ def by_parts(
         bias = experts.down_proj_bias.to(dtype)
         rows = add_bias(rows, bias, top_k_index, order, scattered=True)
     rows = rows.masked_fill(dropped.reshape(-1, 1), 0)  # what a bias made of them
+    if normalises(experts):
+        rows = experts.post_expert_norm(rows)
     rows = rows.view(tokens, top_k, -1).float() * top_k_weights.float()[..., None]
     return rows.sum(1).to(hidden_states.dtype)

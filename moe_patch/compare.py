@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import law, reference
+from .compare_router import RouterComparison, find_router, routing
 from .law import Errors, Row
-from .models.decorated import is_decorated
-from .models.parts import gate
+from .models.decorated import UndecoratedExperts, is_decorated
+from .models.parts import gate, normalises
 from .patcher import patch
 from .shadow import (
     Family,
@@ -43,6 +44,13 @@ class _Force(TorchFunctionMode):
             scores = args[0] if args else kwargs["input"]
             return torch.return_types.topk((scores.gather(-1, self.index), self.index))
         return func(*args, **(kwargs or {}))
+
+
+class _Exact(TorchFunctionMode):
+    """Code that computes in float32 stays in float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {})) if func is not Tensor.float else args[0].double()
 
 
 Run = dict[str, Tensor]
@@ -152,6 +160,7 @@ _ORDER = (
     "d_up_proj_bias",
     "d_down_proj_bias",
     "d_router",
+    "d_router_inputs",
     "d_top_k_weights",
 )
 
@@ -169,7 +178,7 @@ def _measure(
         route = getattr(block, family.router).weight.detach().double().requires_grad_()
         logits = x @ route.mT
         weights = family.weights(logits, index)
-        measured.checks.append(_routing(index, ours["logits"], logits.detach(), dtype))
+        measured.checks.append(routing(index, ours["logits"], logits.detach(), dtype))
         # against float64 weights of the logits that each of them had
         own, *theirs = (family.weights(run["logits"].double(), index) for run in (ours, *hf))
         shifted = [run["weights"].double() - their + own for run, their in zip(hf, theirs)]
@@ -272,41 +281,13 @@ def _expert(
         options = {"weight_on": family.weight_on, "activation": family.activation}
         return reference.fused_experts(x, up, down, only, weight, **options)
     up_bias, down_bias = biases or (0, 0)
-    return (gate(experts, x @ up[0].mT + up_bias) @ down[0].mT + down_bias) * weight
+    with _Exact():
+        rows = gate(experts, x @ up[0].mT + up_bias) @ down[0].mT + down_bias
+        return (experts.post_expert_norm(rows) if normalises(experts) else rows) * weight
 
 
 def _rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
-
-
-def _routing(index: Tensor, own: Tensor, exact: Tensor, dtype: torch.dtype) -> Row:
-    """Are the chosen experts the best ones, near-ties aside?
-
-    By the law: the same set as the float64 logits give, for every token whose k-th and (k+1)-th
-    logit differ by more than 4 * eps * max|logit|. And, for every token, the best by the logits
-    that the router itself returned, within float32's eps.
-    """
-    top_k, broken, clear = index.shape[1], [], len(index)
-    if top_k < exact.shape[1]:
-        values, best = exact.topk(top_k + 1, dim=-1)
-        margin = 4 * torch.finfo(dtype).eps * float(exact.abs().max())
-        apart = values[:, -2] - values[:, -1] > margin
-        other = (best[:, :-1].sort(-1).values != index.sort(-1).values).any(-1)
-        wrong = law.first(other & apart)
-        clear = int(apart.sum())
-        if wrong is not None:
-            broken.append(f"token {wrong[0]} went to experts {index[wrong[0]].tolist()}")
-        own = own.double()
-        worst_in = own.gather(1, index).min(-1).values
-        best_out = own.scatter(1, index, -torch.inf).max(-1).values
-        slack = 4 * torch.finfo(torch.float32).eps * own.abs().max()
-        wrong = law.first(best_out > worst_in + slack)
-        if wrong is not None and not broken:
-            broken.append(f"token {wrong[0]} did not get the best of its own logits")
-    if (index.sort(-1).values.diff(dim=-1) == 0).any():
-        broken.append("an expert was chosen twice")
-    note = f"same experts; {clear} of {len(index)} tokens are no near-tie"
-    return Row("routing", not broken, note="; ".join(broken) or note)
 
 
 def _repeat(first: Run, second: Run) -> Row:
@@ -353,13 +334,19 @@ class Comparison:
         if not report.fused:
             raise ValueError(f"it cannot be fused: {report}")
         self.family, experts = family_of(self.ours), find_experts(self.ours)
-        if self.family.router is None and not is_decorated(experts):
+        known = is_decorated(experts) or isinstance(experts, UndecoratedExperts)
+        if self.family.router is None and not known:
             raise ValueError("it is wrapped by PEFT: check the model before that")
         gate_up, down = logical(self.ours, *(getattr(experts, n) for n in projections(experts)[:2]))
         self.dtype, self.device = gate_up.dtype, gate_up.device
         self.num_experts, self.intermediate_size = gate_up.shape[0], down.shape[2]
         self.hidden_size = gate_up.shape[2]
         self.baselines = {way: hugging_face(self.ours, way) for way in implementations(self.ours)}
+        self.router = None
+        name = find_router(self.ours) if self.family.router is None else None
+        if name is not None:
+            hf = next(iter(self.baselines.values())).get_submodule(name)
+            self.router = RouterComparison(self.ours.get_submodule(name), hf)
         self.refused: dict[str, str] = {}  # Hugging Face's ways that do not run here, and why
 
     def rows(
@@ -385,6 +372,14 @@ class Comparison:
                 given.index = ours["index"]
                 hf = self._run_baselines(given, backward)
                 new = _measure(self.ours, self.family, given, ours, hf, self.dtype)
+                if self.router:
+                    first, again = (
+                        self.router.run(given.x, seed + draws, backward) for _ in range(2)
+                    )
+                    errors, row = self.router.measure(first, self.dtype)
+                    new.tensors |= errors
+                    new.checks.append(row)
+                    repeat = _repeat(first, again) if repeat.passed else repeat
                 measured = new if measured is None else measured + new
                 slots, draws = slots + given.index.numel(), draws + 1
         remarks = [f"pooled over {draws} draws"] if draws > 1 else []

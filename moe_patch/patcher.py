@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from .models import SWAPS, gates, with_adapters, with_routers
 from .models.decorated import (
     ExpertsConfig,
+    UndecoratedExperts,
     dispatches,
     is_decorated,
     restore_default,
@@ -114,7 +116,7 @@ class _Block:
     def is_known(self) -> bool:
         """Whether its experts are decorated, or it has a fused class that holds experts."""
         swapped = _fused_class(self.module) is not None and self.module is not self.experts
-        return swapped or any(map(is_decorated, self.module.modules()))
+        return swapped or any(map(_is_known, self.module.modules()))
 
     def why_not(self) -> str | None:
         """None when it can be fused, else the reason in one sentence."""
@@ -130,6 +132,13 @@ class _Block:
                 gates.activation_of(module)  # now: a trace could not
             elif type(module) in SWAPS:
                 _set_class(module, SWAPS[type(module)])
+                if isinstance(module, UndecoratedExperts):
+                    gates.activation_of(module)
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether these are experts that are fused wherever they are."""
+    return is_decorated(module) or issubclass(_fused_class(module) or object, UndecoratedExperts)
 
 
 def _blocks(model: nn.Module) -> list[_Block]:
@@ -147,7 +156,13 @@ def _blocks(model: nn.Module) -> list[_Block]:
         elif not looks:
             continue
         blocks[name] = _Block(name, modules[name], module)
-    return list(blocks.values())
+    return [block for block in blocks.values() if not _only_holds(block, blocks)]
+
+
+def _only_holds(block: _Block, blocks: Iterable[str]) -> bool:
+    """Whether it is no MoE but the place of others: Ernie-VL's, one for text and one for images."""
+    inner = any(name.startswith(f"{block.name}.") for name in blocks)
+    return inner and block.module is block.experts and _fused_class(block.module) is None
 
 
 def _fused_class(module: nn.Module) -> type[nn.Module] | None:

@@ -36,12 +36,33 @@ def _scores(router_logits: Tensor, score: str) -> Tensor:
     return logits.softmax(-1) if score == "softmax" else logits.sigmoid()
 
 
-def _keep_groups(choice: Tensor, groups: int, kept: int, best: int, fill: float) -> Tensor:
-    grouped = choice.unflatten(1, (groups, -1))
-    group_scores = grouped.sort(dim=-1, descending=True).values[..., :best].sum(-1)
-    keep = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, :kept]
-    mask = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, keep, False)
-    return grouped.masked_fill(mask[..., None], fill).flatten(1)
+def group_scores(choice: Tensor, num_groups: int, group_best: int) -> Tensor:
+    """[T, E] of experts -> [T, G]: the sum of each group's best."""
+    best = choice.unflatten(1, (num_groups, -1)).sort(dim=-1, descending=True).values
+    return best[..., :group_best].sum(-1)
+
+
+def choice_scores(
+    router_logits: Tensor,
+    *,
+    score: str = "softmax",
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
+    group_fill: float = float("-inf"),
+) -> Tensor:
+    """[T, E]: what :func:`select_experts` takes the best K of."""
+    choice = router_logits
+    if bias is not None or num_groups != top_groups:
+        choice = _scores(router_logits, score)
+        choice = choice if bias is None else choice + bias
+    if num_groups == top_groups:
+        return choice
+    groups = group_scores(choice, num_groups, group_best)
+    keep = groups.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
+    mask = torch.ones_like(groups, dtype=torch.bool).scatter(1, keep, False)
+    return choice.unflatten(1, (num_groups, -1)).masked_fill(mask[..., None], group_fill).flatten(1)
 
 
 def select_experts(
@@ -60,12 +81,10 @@ def select_experts(
     group_fill: float = float("-inf"),
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`moe_patch.routing.select_experts`; ties go to the lowest expert id."""
-    choice = router_logits
-    if bias is not None or num_groups != top_groups:
-        choice = _scores(router_logits, score)
-        choice = choice if bias is None else choice + bias
-    if num_groups != top_groups:
-        choice = _keep_groups(choice, num_groups, top_groups, group_best, group_fill)
+    choice = choice_scores(
+        router_logits, score=score, bias=bias, num_groups=num_groups, top_groups=top_groups,
+        group_best=group_best, group_fill=group_fill,
+    )  # fmt: skip
     top_k_index = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = expert_weights(
         router_logits, top_k_index, score=score, renormalize=renormalize, scale=scale, eps=eps

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .models.decorated import ExpertsConfig, is_decorated, stored_transposed
+from .models.decorated import (
+    ExpertsConfig,
+    UndecoratedExperts,
+    is_decorated,
+    stored_transposed,
+)
 from .models.gates import activation_of
-from .models.parts import up_name
+from .models.parts import normalises, up_name
 from .patcher import unpatch
 
 _LEFT_BEHIND = {"forward", "_hf_hook", "_old_forward", "_output_capturing_hooks_installed"}
@@ -91,10 +96,10 @@ def family_of(block: nn.Module) -> Family:
     if "Qwen3MoeSparseMoeBlock" in names:
         return Family("gate", 0, "softmax", block.gate.norm_topk_prob)
     experts = find_experts(block)
-    if not is_decorated(experts):
+    if not (is_decorated(experts) or isinstance(experts, UndecoratedExperts)):
         return Family()
     plain = experts.has_gate and experts.is_concatenated and not experts.has_bias
-    known = activation_of(experts) if plain else None
+    known = activation_of(experts) if plain and not normalises(experts) else None
     return Family(activation=known or "silu", own_gate=known is None)
 
 

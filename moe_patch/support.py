@@ -79,9 +79,9 @@ def _of(module: ModuleType, family: str) -> Iterator[Support]:
     classes = [cls for cls in classes if cls.__module__ == module.__name__]
     fused = (cls in SWAPS and "Router" in cls.__name__ or routers.rule_of(cls) for cls in classes)
     router = "fused" if any(fused) else "HF"
-    switched = [cls for cls in classes if decorated.dispatches(cls)]
+    switched = [cls for cls in classes if decorated.dispatches(cls) or _undecorated(cls)]
     for cls in switched:
-        experts = _build(cls, module)
+        experts = _build(_undecorated(cls) or cls, module)
         if experts is None:
             yield Support(family, cls.__name__, "", router, "its configuration is not known here")
             continue
@@ -101,26 +101,51 @@ def _of(module: ModuleType, family: str) -> Iterator[Support]:
         yield Support(family, names[0] if names else "", "", router, reason)
 
 
-def build(one: Support) -> nn.Module | None:
-    """The experts at the size of the family's default configuration, on the meta device; None
-    where that configuration is none of a MoE."""
+def _undecorated(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The fused class of experts that have a file in models/ for want of HF's decorator."""
+    found = SWAPS.get(cls, object)
+    return found if issubclass(found, decorated.UndecoratedExperts) else None
+
+
+def build(one: Support, size: dict[str, int] | None = None) -> nn.Module | None:
+    """The experts of the family's default configuration, on the meta device; attributes of `size`
+    in the place of its own. None where that configuration is none of a MoE."""
     folder = Path(transformers.__file__).parent / "models" / one.family
     for path in sorted(folder.glob("modeling_*.py")):
         module = importlib.import_module(f"transformers.models.{one.family}.{path.stem}")
         if hasattr(module, one.experts):
-            found = _build(getattr(module, one.experts), module)
+            found = _build(getattr(module, one.experts), module, size)
             return None if isinstance(getattr(found, "config", None), _Filled) else found
     return None
 
 
-def _build(cls: type[nn.Module], module: ModuleType) -> nn.Module | None:
+def _build(
+    cls: type[nn.Module], module: ModuleType, size: dict[str, int] | None = None
+) -> nn.Module | None:
     """The experts of the family's default configuration, without memory."""
     parts = [part for config in _configs(module) for part in (config, *_parts(config))]
     parts = [part for part in parts if not re.search("Vision|Audio", type(part).__name__)]
+    if size:
+        for config in parts:
+            with contextlib.suppress(Exception), torch.device("meta"):
+                experts = cls(_Sized(config, size))
+                experts.config = config
+                return experts
+        return None
     for config in (*parts, *map(_Filled, parts)):
         with contextlib.suppress(Exception), torch.device("meta"):
             return cls(config)
     return None
+
+
+class _Sized:
+    """A configuration with other sizes than its own, whatever it would say to them."""
+
+    def __init__(self, config: Any, size: dict[str, int]) -> None:
+        self.config, self.size = config, size
+
+    def __getattr__(self, name: str) -> Any:
+        return self.size[name] if name in self.size else getattr(self.config, name)
 
 
 class _Filled:

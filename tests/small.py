@@ -20,24 +20,46 @@ SMALL = {
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "pad_token_id"), 0),
     **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts", "bos_token_id"), 1),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 96),
+    **dict.fromkeys(("index_n_heads", "index_topk"), 4),
+    **dict.fromkeys(("shared_experts_intermediate_size", "moe_hidden_size"), 32),
     "max_position_embeddings": 64,
     "eos_token_id": None,
 }
+
+
+def _rope(**more):
+    return {"rope_type": "default", "rope_theta": 10000.0, **more}
+
+
 MORE = {  # what a family needs besides
+    "deepseek_ocr2": {"mlp_layer_types": ["sparse", "sparse"]},
+    "dots3_note": {"head_dim": 64},  # a quarter of it is rotated
+    "ernie4_5_vl_moe": {
+        "rope_parameters": _rope(mrope_section=[3, 3, 2]), "moe_intermediate_size": [32, 16],
+    },
     "gemma4": {"enable_moe_block": True},
+    "flint": {"mlp_only_layers": [0]},
+    "glm4v_moe": {"rope_parameters": _rope(mrope_section=[4, 2, 2])},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "llama4": {"moe_layers": [0, 1], "intermediate_size_mlp": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mimo_v2_flash": {"num_key_value_heads": 2},
     "mistral4": {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "num_key_value_heads": 2},
+    "mistral_large4": {"kv_source_layers": [0, 1]},
     "nemotron_h": {"layers_block_type": ["full_attention", "moe"]},
-}
+    "qwen4_exp": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "step3p7": {"mlp_layer_types": ["sparse", "sparse"], "swiglu_limits": [None, 0.05]},
+}  # fmt: skip
 
 
 def shrink(config, more):
     for value in [*vars(config).values()]:
         if isinstance(value, PreTrainedConfig):
             shrink(value, more)
+    config.allow_global_per_layer_attribute_access = True  # not in transformers 5.17
     for name, value in (SMALL | more).items():
         with contextlib.suppress(Exception):  # some are computed, some are a layer's own
             if hasattr(config, name) or name in more:

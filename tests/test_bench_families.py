@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from plain import use_fixture  # noqa: F401
+from transformers import PreTrainedConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe_patch import bench_families, support
 from moe_patch.__main__ import main
-from moe_patch.bench_families import HF, OURS, bench_family, rows
+from moe_patch.bench_families import HF, OURS, PUBLISHED, FamilyTiming, bench_family, rows, sized
 from moe_patch.models.decorated import NAME
 from moe_patch.parity import ParityReport
 
@@ -28,7 +29,7 @@ def tiny(monkeypatch):
         num_experts_per_tok=2, _experts_implementation="grouped_mm",
     )  # fmt: skip
 
-    def build(_):
+    def build(*_):
         with torch.device("meta"):
             return Qwen3MoeExperts(config)
 
@@ -68,10 +69,10 @@ def test_no_times_without_parity(use, tiny):
     assert isinstance(report, ParityReport) and not report.passed
 
 
-def test_a_default_configuration_without_experts_is_a_note(monkeypatch, tiny):
+def test_a_configuration_without_experts_is_a_note(monkeypatch, tiny):
     tiny.num_experts_per_tok = None
     assert "left out" in bench_family(ONE, **CPU)
-    monkeypatch.setattr(support, "build", lambda _: None)
+    monkeypatch.setattr(support, "build", lambda *_: None)
     assert "left out" in bench_family(ONE, **CPU)
 
 
@@ -84,15 +85,32 @@ def test_parity_is_judged_on_eight_experts(tiny):
     assert few.down_proj.data_ptr() == experts.down_proj.data_ptr()
 
 
-def test_rows_are_the_fused_families():
-    names = {one.family for one in rows()}
-    assert {"qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h"} <= names and "dbrx" not in names
-    deepseek = next(one for one in rows() if one.family == "deepseek_v3")
-    assert support.build(deepseek).gate_up_proj.shape == (256, 4096, 7168)
+def test_every_fused_family_has_a_size():
+    sizes = {one.experts: sized(one) for one in rows()}
+    assert all(experts is not None and top_k for experts, top_k in sizes.values()), sizes
+    for name, (_, *size) in PUBLISHED.items():
+        experts, top_k = sizes[name]
+        down = experts.down_proj
+        assert [down.shape[1], down.shape[2], down.shape[0], top_k] == size, name
+        assert isinstance(experts.config, PreTrainedConfig)
+    assert sizes["DeepseekV3Experts"][0].gate_up_proj.shape == (256, 4096, 7168)
+    assert "DbrxExperts" not in sizes
+
+
+def test_a_family_that_fails_parity_stops_no_other(monkeypatch, capsys):
+    timing = FamilyTiming("gpt_oss", "X", "a model", "1, 2, 3, 4", 1, "forward", 1.0, 2.0, 2.0)
+    failing = ParityReport([], "a card")
+    asked = iter([failing, [timing]])
+    monkeypatch.setattr(bench_families, "bench_family", lambda one, tokens: next(asked))
+    monkeypatch.setattr("moe_patch.__main__._device", lambda: "cuda")
+    monkeypatch.setattr("moe_patch.parity.environment", lambda _: "a card")
+    assert main(["bench", "--families", "deepseek_v3", "gpt_oss"]) == 1
+    out, err = capsys.readouterr()
+    assert "deepseek_v3: no times, parity FAILED" in out and "2.00" in out and str(failing) in err
 
 
 def test_the_command(monkeypatch, capsys, tmp_path):
-    timing = bench_families.FamilyTiming("gpt_oss", "X", "1, 2, 3, 4", 1, "forward", 1.0, 2.0, 2.0)
+    timing = FamilyTiming("gpt_oss", "X", "a model", "1, 2, 3, 4", 1, "forward", 1.0, 2.0, 2.0)
     monkeypatch.setattr(bench_families, "bench_family", lambda one, tokens: [timing])
     monkeypatch.setattr("moe_patch.__main__._device", lambda: "cuda")
     monkeypatch.setattr("moe_patch.parity.environment", lambda _: "a card")

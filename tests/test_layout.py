@@ -64,7 +64,8 @@ ARROWS = {
 BENEATH = {"", "kernels", "law", "models", "models.*", "patcher", "reference", "shapes", "experts"}
 ARROWS |= {
     "shadow": BENEATH,
-    "compare": BENEATH | {"shadow"},
+    "compare_router": BENEATH,
+    "compare": BENEATH | {"compare_router", "shadow"},
     "parity": BENEATH | {"compare", "shadow"},
     "bench": BENEATH | {"compare", "parity", "shadow"},
     "bench_cli": BENEATH

@@ -20,6 +20,7 @@ from moe_patch.models import decorated
 from moe_patch.models.decorated import why_by_parts
 from moe_patch.models.gates import activation_of
 from moe_patch.models.parts import up_name
+from moe_patch.parity import check_parity
 
 CONFIG = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
@@ -58,9 +59,37 @@ class Learned(nn.Module):
         return self.act_fn(gate) * up * self.scale
 
 
+@use_experts_implementation
+class Normalised(nn.Module):
+    """Experts that normalise their output before it is weighted: MuseSpark's, transformers 5.23."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_experts = 8
+        self.gate_up_proj = nn.Parameter(torch.empty(8, 64, 64))
+        self.down_proj = nn.Parameter(torch.empty(8, 64, 32))
+        self.act_fn = ACT2FN["silu"]
+        self.post_expert_norm = nn.RMSNorm(64, eps=1e-8)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for choice, weight in zip(top_k_index.T, top_k_weights.T):
+            rows = (self.gate_up_proj[choice] @ hidden_states[..., None])[..., 0]
+            rows = (self.down_proj[choice] @ self._apply_gate(rows)[..., None])[..., 0]
+            out = out + self.post_expert_norm(rows) * weight[:, None]
+        return out
+
+
+OWN = {"learned": (Learned, "a gate of its own")}
+OWN["normalised"] = Normalised, "a norm of each expert's output"
+
+
 def build(family, device="cpu", std=0.3):
-    if family == "learned":
-        experts = Learned(SimpleNamespace(**CONFIG))
+    if family in OWN:
+        experts = OWN[family][0](SimpleNamespace(**CONFIG))
+        experts.has_post_expert_norm = family == "normalised"  # by the decorator, since 5.23
+        if family == "normalised":
+            experts.config._experts_implementation = "eager"
     else:
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         experts = getattr(module, FAMILIES[family][0])(SimpleNamespace(**CONFIG))
@@ -85,7 +114,7 @@ def results(experts, hidden, index, weights):
 
 
 @pytest.mark.parametrize("dropped", (False, True))
-@pytest.mark.parametrize("family", [*FAMILIES, "learned"])
+@pytest.mark.parametrize("family", [*FAMILIES, *OWN])
 def test_hugging_face_s_results(family, device, dropped, ran):
     experts, (hidden, index, weights) = build(family, device), routed(device, dropped)
     gone = index == 8  # to Hugging Face, slots of weight 0
@@ -93,8 +122,8 @@ def test_hugging_face_s_results(family, device, dropped, ran):
     expected[2] = expected[2].masked_fill(gone, 0)
     report = moe_patch.patch(experts)
     assert report.fused and not report.skipped
-    own = family == "learned"
-    assert why_by_parts(experts) == ("a gate of its own" if own else None)
+    own = family in OWN
+    assert why_by_parts(experts) == (OWN[family][1] if own else None)
     assert own or activation_of(experts) == FAMILIES[family][1]
     for ours, theirs in zip(results(experts, hidden, index, weights), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * float(theirs.abs().max()))
@@ -245,3 +274,13 @@ def test_grouped_mm_is_the_yardstick(device):
     experts, arguments = build("nemotron_h", device), routed(device)
     expected = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, *arguments)
     assert_close(decorated.experts_forward(experts, *arguments), expected.double(), torch.float32)
+
+
+def test_parity_of_normalised_experts(device, monkeypatch):
+    experts = build("normalised", device)
+    experts.config._experts_implementation = "grouped_mm"
+    monkeypatch.setattr("moe_patch.compare.implementations", lambda _: ["eager"])  # 5.17 has none
+    assert check_parity(experts, tokens=64, backward=False).passed
+    original = decorated.by_parts
+    monkeypatch.setattr(decorated, "by_parts", lambda *arguments: original(*arguments) * 0.99)
+    assert not check_parity(experts, tokens=64, backward=False).passed

@@ -173,7 +173,6 @@ BLOCKS = {  # of the families that transformers cannot switch
     "jetmoe": "JetMoeMoE",
     "longcat_flash": "LongcatFlashMoE",
     "nllb_moe": "NllbMoeSparseMLP",
-    "step3p7": "Step3p7SparseMoeBlock",
     "switch_transformers": "SwitchTransformersSparseMLP",
 }
 MORE = {"dbrx": {"rope_theta": 1e4}, "doge": {"is_moe": True}}

@@ -13,11 +13,9 @@ from moe_patch import support
 from moe_patch.support import families
 
 UNSWITCHED = {  # with experts that transformers itself cannot switch
-    "dbrx", "doge", "jetmoe", "longcat_flash", "nllb_moe", "step3p7", "switch_transformers",
+    "dbrx", "doge", "jetmoe", "longcat_flash", "nllb_moe", "switch_transformers",
 }  # fmt: skip
-UNFUSED = {  # switched, but not of a form that the kernels compute: what is new says so here
-    "muse_spark": "normalises",
-}
+UNFUSED: dict[str, str] = {}  # switched, but not of a form that kernels compute
 
 
 def test_every_family_is_there_once_and_says_what_becomes_of_it():

@@ -1,0 +1,119 @@
+"""Routers by themselves: honest code passes, every kind of broken code fails, in every dtype."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from plain import choose, one_thread_fixture, use_fixture  # noqa: F401
+from small import MORE, shrink
+from test_compare import DTYPES, Spoil, second_best
+from torch import nn
+
+from moe_patch.compare import Comparison
+
+BLOCKS = {  # sigmoid, bias, groups, scale; softmax and groups; softmax of the chosen; a given bias
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3MoE"),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2Moe"),
+    "gpt_oss": ("GptOssConfig", "GptOssMLP"),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2SparseMoeBlock"),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeMoE"),
+    "nemotron_h": ("NemotronHConfig", "NemotronHMoE"),
+    "mixtral": ("MixtralConfig", "MixtralSparseMoeBlock"),
+}
+MORE = MORE | {
+    "deepseek_v3": {"n_group": 4, "topk_group": 2},
+    "deepseek_v2": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1,
+                    "routed_scaling_factor": 2.5},
+    "nemotron_h": {"moe_latent_size": 32},
+}  # fmt: skip
+
+
+def build(family, dtype=torch.float32):
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    config, block = (getattr(module, name) for name in BLOCKS[family])
+    torch.manual_seed(0)
+    more = {"num_experts": 8, "num_experts_per_tok": 2, **MORE.get(family, {})}
+    block = block(shrink(config(), more))
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        nn.init.normal_(tensor, std=0.3 if "bias" in name else 0.15)
+    return block.to(dtype)
+
+
+def compare(block, tokens=64, backward=True, seed=0):
+    found, _ = Comparison(block).rows(tokens, backward=backward, seed=seed)
+    return {row.tensor: row for row in found}
+
+
+ROWS = {"routing", "top_k_weights", "d_router", "d_router_inputs"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", BLOCKS)
+def test_honest_routers_pass(use, family, dtype):
+    rows = compare(build(family, dtype))
+    assert rows.keys() >= ROWS | {
+        "output",
+        "d_gate_up_proj" if family != "nemotron_h" else "d_up_proj",
+    }
+    assert all(row.passed for row in rows.values()), rows
+    assert compare(build(family, dtype), backward=False).keys() == {
+        "routing", "top_k_weights", "output", "repeat",
+    }  # fmt: skip
+
+
+def off_by_one_percent(logits, top_k, **how):
+    index, weights = choose(logits, top_k, **how)
+    return index, weights * 1.01
+
+
+def without_scale(logits, top_k, *, scale=1.0, **how):
+    return choose(logits, top_k, **how)
+
+
+def leaking_bias(logits, top_k, *, bias=None, scale=1.0, eps=0.0, dtype=None, **how):
+    index, weights = choose(logits, top_k, bias=bias, **how)
+    leak = (logits.float().sigmoid() + bias).gather(1, index)
+    return index, (leak / leak.sum(-1, keepdim=True) * scale).to(dtype or weights.dtype)
+
+
+def without_groups(logits, top_k, *, num_groups=1, top_groups=1, **how):
+    return choose(logits, top_k, **how)
+
+
+def without_bias(logits, top_k, *, bias=None, **how):
+    return choose(logits, top_k, **how)
+
+
+def spoilt_gradient(logits, top_k, **how):
+    return choose(Spoil.apply(logits, lambda grad: grad * 0.98), top_k, **how)
+
+
+FAULTS = [
+    *((family, off_by_one_percent, "top_k_weights") for family in BLOCKS),
+    ("deepseek_v3", without_scale, "top_k_weights"),
+    ("deepseek_v2", without_scale, "top_k_weights"),
+    ("deepseek_v3", leaking_bias, "top_k_weights"),
+    ("minimax_m2", leaking_bias, "top_k_weights"),
+    ("deepseek_v3", without_groups, "routing"),
+    ("deepseek_v2", without_groups, "routing"),
+    ("deepseek_v3", without_bias, "routing"),
+    ("minimax_m2", without_bias, "routing"),
+    *((family, spoilt_gradient, "d_router") for family in BLOCKS),
+    *((family, spoilt_gradient, "d_router_inputs") for family in BLOCKS),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family, fault, row", FAULTS)
+def test_broken_routers_fail(use, family, fault, row, dtype):
+    use(routing=fault)
+    rows = compare(build(family, dtype), backward=row.startswith("d_"))
+    assert not rows[row].passed and rows[row].note, rows
+    assert rows["output"].passed and rows["repeat"].passed
+
+
+def test_second_best_experts_fail(use):
+    use(routing=second_best)
+    assert not compare(build("mixtral"), backward=False)["routing"].passed
