@@ -12,6 +12,7 @@ import sys
 from torch import nn
 
 FAMILIES = (
+    "deepseek_v3",
     "llama4",
     "qwen3_moe",
     "step3p7",

@@ -6,8 +6,6 @@ only the chosen experts. Its experts are not decorated and are stored [E, H, 2I]
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +20,7 @@ from .decorated import (
     why_not_silu,
     why_not_weights,
 )
+from .overlap import both
 
 
 class Llama4Router(hf.Llama4Router):
@@ -85,27 +84,17 @@ class Llama4TextMoe(hf.Llama4TextMoe):
         if experts is None or not runs_fused(hidden_states, reason=why_not_weights(experts)):
             return super().forward(hidden_states)
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-        overlap = _overlaps(hidden_states)
-        if overlap:  # both only read weights: together they keep the memory busy
-            device = hidden_states.device  # need not be the current one
-            main, side = torch.cuda.current_stream(device), _side_stream(device)
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                shared = self.shared_expert(hidden_states)
+        shared, (routed, router_logits) = both(hidden_states, self.shared_expert, self._routed)
+        return shared + routed.to(shared.dtype), router_logits
+
+    def _routed(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         router_scores, router_logits = self.router(hidden_states)
         *choice, version = getattr(router_scores, "choice", (None,))
         if version is not None and version == router_scores._version:
             top_k_index, top_k_weights = choice
         else:  # a hook on the router changed the scores: from them, as HF's block
             top_k_weights, top_k_index = router_scores.topk(self.top_k, dim=1)
-        routed = self.experts(hidden_states, top_k_index, top_k_weights)
-        if overlap:
-            main.wait_stream(side)
-            if not torch.cuda.is_current_stream_capturing():
-                shared.record_stream(main)
-        else:
-            shared = self.shared_expert(hidden_states)
-        return shared + routed.to(shared.dtype), router_logits
+        return self.experts(hidden_states, top_k_index, top_k_weights), router_logits
 
     @staticmethod
     def why_not_fused(block: nn.Module) -> str | None:
@@ -116,19 +105,6 @@ class Llama4TextMoe(hf.Llama4TextMoe):
             found = type(block.experts).__name__
             return f"the experts are {found} (quantised?): only Llama4TextExperts can be fused"
         return None
-
-
-def _overlaps(hidden_states: Tensor) -> bool:
-    """Whether a second stream pays: above, GEMMs fill the card; below, launches cost more."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not hidden_states.is_cuda:
-        return False
-    tokens = len(hidden_states)
-    return 16 <= tokens <= 256 or tokens < 16 and torch.cuda.is_current_stream_capturing()
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _find(module: nn.Module, cls: type[nn.Module]) -> nn.Module | None:

@@ -1,0 +1,35 @@
+"""DeepSeek-V3: its shared experts beside the routed ones (routers.py, decorated.py)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
+
+from .decorated import replaced_forward, runs_fused
+from .overlap import both, overlaps
+
+
+class DeepseekV3MoE(hf.DeepseekV3MoE):
+    """HF's block; a few tokens run their shared and routed experts at the same time."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., H] -> the same."""
+        if not (overlaps(hidden_states) and runs_fused(hidden_states)):
+            return super().forward(hidden_states)
+        shared, routed = both(hidden_states, self.shared_experts, self._routed)
+        return routed + shared
+
+    def _routed(self, hidden_states: Tensor) -> Tensor:
+        _, top_k_weights, top_k_index = self.gate(hidden_states)
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        return self.experts(rows, top_k_index, top_k_weights).view(hidden_states.shape)
+
+    @staticmethod
+    def why_not_fused(block: nn.Module) -> str | None:
+        """None when the class can be swapped, else the reason in one sentence."""
+        if replaced_forward(block):
+            return "the block's forward was replaced on the instance: patch before that"
+        return None
+
+
+SWAPS = {hf.DeepseekV3MoE: DeepseekV3MoE}
