@@ -20,11 +20,11 @@ LARGEST = 448.0
 
 def rounded(x: Tensor) -> Tensor:
     """x [R, K] as its e4m3 version stands for it, in float32; a scale is amax / 448 of a group."""
-    rows, size = x.shape
-    groups = F.pad(x.float(), (0, -size % GROUP)).view(rows, -1, GROUP)
+    size = x.shape[1]
+    groups = F.pad(x.float(), (0, -size % GROUP)).unflatten(1, (-(-size // GROUP), GROUP))
     scale = (groups.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=1e-12)
     values = (groups / scale).to(torch.float8_e4m3fn).float() * scale
-    return values.view(rows, -1)[:, :size]
+    return values.flatten(1)[:, :size]
 
 
 class _Linear(torch.autograd.Function):

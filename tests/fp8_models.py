@@ -1,5 +1,5 @@
-"""Tiny models with FP8 experts. HF's own FP8 kernels come from the hub, so that plain PyTorch stands
-in for them (moe_patch/emulate.py)."""
+"""Tiny models with FP8 experts, and plain PyTorch in the place of HF's own FP8 kernels, which come
+from the hub (moe_patch/emulate.py)."""
 
 from __future__ import annotations
 
