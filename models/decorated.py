@@ -7,6 +7,7 @@ hooks and wrappers around the module never notice which function runs.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from transformers import PreTrainedModel
-from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8ExpertsInterface
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface
 
 from .. import kernels
 from ..experts import DTYPES, fused_experts
+from . import fp8
 from .gates import activation_of, has_own_gate, is_silu
 from .parts import by_parts, normalises, up_name
 
@@ -57,7 +59,7 @@ class ExpertsConfig:
 def register() -> None:
     """Adds "moe_patch" to HF's experts implementations."""
     ExpertsInterface.register(NAME, experts_forward)
-    FP8ExpertsInterface.register(NAME, _fp8_experts_forward)
+    FP8ExpertsInterface.register(NAME, experts_forward)
 
 
 def is_decorated(module: nn.Module) -> bool:
@@ -68,11 +70,17 @@ def is_decorated(module: nn.Module) -> bool:
 @torch.compiler.assume_constant_result  # Dynamo cannot call what it has seen the cells of
 def dispatches(cls: type) -> bool:
     """Whether `cls.forward` is the dispatch that HF's decorator writes. An override is not."""
+    return isinstance(_interface(cls), ExpertsInterface)
+
+
+@torch.compiler.assume_constant_result
+def _interface(cls: type) -> ExpertsInterface | None:
+    """Where the dispatch of a decorated class looks names up."""
     forward = getattr(cls, "forward", None)
     names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
     cells = dict(zip(names, getattr(forward, "__closure__", None) or ()))
-    interface = cells.get("experts_interface")
-    return interface is not None and isinstance(interface.cell_contents, ExpertsInterface)
+    found = cells.get("experts_interface")
+    return None if found is None else found.cell_contents
 
 
 def why_not_fused(experts: nn.Module) -> str | None:
@@ -100,7 +108,7 @@ def why_not_weights(experts: nn.Module) -> str | None:
         return "the weights are on the meta device: patch after they are loaded"
     if _is_dtensor(gate_up):  # local tensors by the time they are used, or HF's forward runs
         return None
-    return _why_not_weights(gate_up, down) or _why_not_shapes(experts, gate_up, down)
+    return _why_not_read(experts, gate_up, down) or _why_not_shapes(experts, gate_up, down)
 
 
 def why_not_silu(act_fn: Any) -> str | None:
@@ -173,19 +181,22 @@ def _fused_or(
     reason = why_not_form(self)
     if reason is None:
         up, down = getattr(self, up_name(self)), self.down_proj  # PEFT computes them: read once
-        reason = _why_not_weights(up, down)
+        reason = _why_not_read(self, up, down)
     if reason is not None:
         reason = f"{type(self).__name__} is not fused, {reason}"
     if _warn(reason or _why_not_run(hidden_states, top_k_weights)):
         return hf(hidden_states, top_k_index, top_k_weights)
     if self.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
+    scales = {}
+    if fp8.is_quantised(self):  # frozen, whatever `requires_grad` HF left on them
+        up, down, scales = up.detach(), down.detach(), fp8.scales(self)
+        _say_how(hidden_states.device)
     tensors = (hidden_states, up, down, top_k_index, top_k_weights)
     if why_by_parts(self):
         return by_parts(self, *tensors)
-    return fused_experts(
-        *tensors, activation=activation_of(self), **biases(self), **low_rank_updates(self)
-    )
+    more = scales | biases(self) | low_rank_updates(self)
+    return fused_experts(*tensors, activation=activation_of(self), **more)
 
 
 def biases(experts: nn.Module) -> dict[str, Tensor]:
@@ -236,15 +247,20 @@ def _hf_forward(self: nn.Module, *args: Tensor) -> Tensor:
     assert UPDATES not in vars(self), "Hugging Face's forward would leave the adapters out"
     config = self.config.original if isinstance(self.config, ExpertsConfig) else self.config
     name = config._experts_implementation
-    eager = type(self).forward.__wrapped__
-    return ALL_EXPERTS_FUNCTIONS.get_interface("grouped_mm" if name == NAME else name, eager)(
-        self, *args
-    )
+    if name == NAME:  # HF's default, which has no static scales
+        name = "eager" if getattr(self, "activation_scheme", "") == "static" else "grouped_mm"
+    # FP8Experts is decorated once a layer, so that a forward one layer down dispatches again
+    eager = inspect.unwrap(type(self).forward)
+    return _interface(type(self)).get_interface(name, eager)(self, *args)
 
 
-def _fp8_experts_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    _warn(f"{type(self).__name__} is not fused, the weights are FP8")
-    return ALL_FP8_EXPERTS_FUNCTIONS["grouped_mm"](self, *args, **kwargs)
+@torch.compiler.assume_constant_result
+def _say_how(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        warn_once(
+            f"{torch.cuda.get_device_name(device)} has no FP8 tensor cores: moe_patch runs FP8 "
+            "experts with 16-bit products, their weights widened as they are read."
+        )
 
 
 def why_not_form(experts: nn.Module) -> str | None:
@@ -265,6 +281,12 @@ def why_by_parts(experts: nn.Module) -> str | None:
         own = experts.has_gate and has_own_gate(experts)
         return "a gate of its own" if own else f"the activation {_name(experts.act_fn)}"
     return None
+
+
+def _why_not_read(experts: nn.Module, gate_up: Tensor, down: Tensor) -> str | None:
+    if fp8.is_quantised(experts):
+        return fp8.why_not(experts, gate_up, down)
+    return _why_not_weights(gate_up, down)
 
 
 def _why_not_weights(gate_up: Tensor, down: Tensor) -> str | None:

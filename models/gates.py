@@ -25,8 +25,11 @@ KNOWN = "_fused_activation"
 SILU = "silu"
 
 _PROJECTIONS = {
-    *(f"{name}_proj" for name in ("gate_up", "up", "down")),
-    *(f"{name}_proj_bias" for name in ("gate_up", "up", "down")),
+    *(
+        f"{name}_proj{what}"
+        for name in ("gate_up", "up", "down")
+        for what in ("", "_bias", "_scale_inv", "_activation_scale")
+    ),
     "parametrizations",  # of these, by PEFT
 }
 

@@ -18,10 +18,12 @@ from . import law, reference
 from .compare_router import RouterComparison, find_router, routing
 from .law import Errors, Row
 from .models.decorated import UndecoratedExperts, is_decorated
+from .models.fp8 import is_quantised
 from .models.parts import gate, normalises
 from .patcher import patch
 from .shadow import (
     Family,
+    exact_weights,
     family_of,
     find_experts,
     hugging_face,
@@ -29,6 +31,7 @@ from .shadow import (
     logical,
     projections,
     shadow,
+    trained,
 )
 
 
@@ -106,7 +109,7 @@ def _run(block: nn.Module, family: Family, given: _Inputs, backward: bool) -> Ru
         leaves = {
             "d_hidden_states": x,
             "d_top_k_weights": seen["weights"],
-        } | {f"d_{name}": getattr(experts, name) for name in projections(experts)}
+        } | {f"d_{name}": getattr(experts, name) for name in trained(experts)}
         if family.router:
             leaves["d_router"] = router.weight
         result = {k: v.detach() for k, v in seen.items()} | {"output": out.detach()}
@@ -136,15 +139,16 @@ class _Measured:
             self.checks + other.checks,
         )
 
-    def rows(self, dtype: torch.dtype, x_rms: float) -> list[Row]:
-        """The law's verdict on each."""
+    def rows(self, dtype: torch.dtype, x_rms: float, quantised: bool) -> list[Row]:
+        """The law's verdict on each; `quantised`: of FP8 experts."""
         wrong = (check for check in self.checks if not check.passed)
         rows = [next(wrong, check) for check in self.checks[:1]]
         for name in sorted(self.tensors, key=_ORDER.index):
             parts = self.tensors[name]
             alive = x_rms if name.startswith("output") else None
             counts = self.counts if len(parts) > 1 else None
-            rows.append(law.row(name, parts, dtype, x_rms=alive, counts=counts))
+            fp8 = quantised and name == "output_no_grad"
+            rows.append(law.row(name, parts, dtype, x_rms=alive, counts=counts, fp8=fp8))
         return rows
 
 
@@ -200,15 +204,19 @@ def _measure(
         truth["d_hidden_states"] += d_x
         if family.renormalize and index.shape[1] == 1:
             del truth["d_router"]  # a single weight is always 1: its gradient is rounding noise
-    for name, exact in truth.items():
-        measured.tensors[name] = [law.measure(ours[name], [run[name] for run in hf], exact)]
-    if backward:
-        outputs = [run["output"] for run in hf]
-        parts = [law.measure(ours["output_no_grad"], outputs, truth["output"])]
+    quantised = is_quantised(find_experts(block))
+    wide, narrow = (hf[:1], hf[1:]) if quantised else (hf, hf)
+    if backward or quantised:  # FP8 activations are for the passes without gradients
+        output = ours["output_no_grad" if backward else "output"]
+        parts = [law.measure(output, [run["output"] for run in narrow], truth["output"])]
         measured.tensors["output_no_grad"] = parts
-        if not torch.equal(index, ours["index_no_grad"]):
-            note = "without gradients other experts are chosen"
-            measured.checks.append(Row("routing", False, note=note))
+    if quantised and not backward:
+        del truth["output"]
+    for name, exact in truth.items():
+        measured.tensors[name] = [law.measure(ours[name], [run[name] for run in wide], exact)]
+    if backward and not torch.equal(index, ours["index_no_grad"]):
+        note = "without gradients other experts are chosen"
+        measured.checks.append(Row("routing", False, note=note))
     return measured
 
 
@@ -228,11 +236,9 @@ def _experts_truth(
     backward = "d_hidden_states" in ours
     x, weights, index, d_out = given
     experts = find_experts(block)
-    parameters = [getattr(experts, name).detach() for name in projections(experts)]
-    parameters[:2] = logical(block, *parameters[:2])
-    names = [f"d_{name}" for name in projections(experts)] if backward else []
+    names = [f"d_{name}" for name in trained(experts)] if backward else []
     grads = {name: [run[name] for run in (ours, *hf)] for name in names}
-    if backward:
+    if names:
         both = zip(*(logical(block, *pair) for pair in zip(*map(grads.get, names[:2]))))
         grads |= zip(names, both)
     parts: dict[str, list[Errors]] = {name: [] for name in names}
@@ -242,14 +248,14 @@ def _experts_truth(
             "d_hidden_states": torch.zeros_like(d_out),
             "d_top_k_weights": torch.zeros_like(weights),
         }
-    for e in range(len(parameters[0])):
+    for e in range(len(experts.down_proj)):
         token, choice = torch.where(index == e)
         measured.counts.append(len(token))
         if not len(token):
             for name in names:
                 parts[name].append(law.measure_unused(grads[name][0][e], e))
             continue
-        inputs = (x[token], weights[token, choice, None], *(z[e : e + 1] for z in parameters))
+        inputs = (x[token], weights[token, choice, None], *exact_weights(experts, e))
         inputs = [z.detach().double().requires_grad_(backward) for z in inputs]
         with torch.set_grad_enabled(backward):
             rows = _expert(experts, family, *inputs)
@@ -322,7 +328,8 @@ class Comparison:
 
     Args:
         block: patched or not; it is left alone.
-        dtype: to run in; that of the experts by default (then no weight is copied).
+        dtype: to run in; that of the experts by default (then no weight is copied), of FP8 experts
+            that of their configuration or bfloat16.
 
     Raises:
         ValueError: the block cannot be fused, or not be compared.
@@ -338,7 +345,10 @@ class Comparison:
         if self.family.router is None and not known:
             raise ValueError("it is wrapped by PEFT: check the model before that")
         gate_up, down = logical(self.ours, *(getattr(experts, n) for n in projections(experts)[:2]))
-        self.dtype, self.device = gate_up.dtype, gate_up.device
+        self.quantised, self.device = is_quantised(experts), gate_up.device
+        self.dtype = gate_up.dtype
+        if self.quantised:
+            self.dtype = dtype or getattr(experts.config, "dtype", None) or torch.bfloat16
         self.num_experts, self.intermediate_size = gate_up.shape[0], down.shape[2]
         self.hidden_size = gate_up.shape[2]
         self.baselines = {way: hugging_face(self.ours, way) for way in implementations(self.ours)}
@@ -384,7 +394,8 @@ class Comparison:
                 slots, draws = slots + given.index.numel(), draws + 1
         remarks = [f"pooled over {draws} draws"] if draws > 1 else []
         remarks += [f"input {scale} * randn"] if scale not in (None, 1) else []
-        return [*measured.rows(self.dtype, _rms(given.x)), repeat], ", ".join(remarks)
+        judged = measured.rows(self.dtype, _rms(given.x), self.quantised)
+        return [*judged, repeat], ", ".join(remarks)
 
     def _run_ours(self, given: _Inputs, backward: bool) -> Run:
         run = _run(self.ours, self.family, given, backward)
@@ -398,8 +409,11 @@ class Comparison:
         for name, block in list(self.baselines.items()):
             try:
                 runs.append(_run(block, self.family, given, backward))
-            except (RuntimeError, NotImplementedError) as error:
-                if isinstance(error, torch.OutOfMemoryError) or name != "grouped_mm":
+            except Exception as error:
+                # FP8's kernels are fetched, which fails in many ways
+                expected = isinstance(error, RuntimeError) or self.quantised
+                memory = isinstance(error, torch.OutOfMemoryError)
+                if memory or name != "grouped_mm" or not expected:
                     raise
                 self.refused[name] = str(error).splitlines()[0]
                 del self.baselines[name]

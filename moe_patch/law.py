@@ -17,6 +17,8 @@ RMS_FACTOR, MAX_FACTOR = 1.0, 1.5
 FLOAT32_FACTOR = 2.0  # on both: the order of a float32 sum is ours to choose
 SANE = 8.0  # h may be this many eps * rms t away from the truth
 ALIVE = 1e-2  # rms t / rms x of an output
+FP8_RMS_FACTOR = 1.05  # ours and HF's round activations to e4m3 at other places, equally well
+FP8_SANE = 0.1  # as SANE, in rms t: e4m3's own errors, not those of the dtype
 MIN_TOKENS = 16  # an expert with fewer is judged with the whole tensor only
 
 
@@ -137,12 +139,20 @@ def _differ(ours: Tensor, hf: Tensor, at: tuple[int, ...]) -> tuple[int, ...] | 
 
 
 def why_not(
-    errors: Errors, dtype: torch.dtype, *, x_rms: float | None = None, guards: bool = True
+    errors: Errors,
+    dtype: torch.dtype,
+    *,
+    x_rms: float | None = None,
+    guards: bool = True,
+    fp8: bool = False,
 ) -> list[str]:
-    """The rules that `errors` breaks, one phrase each. NaN breaks them all."""
+    """The rules that `errors` breaks, one phrase each. NaN breaks them all. `fp8`: HF's result, and
+    perhaps ours, is of activations in FP8."""
     eps = torch.finfo(dtype).eps
     slack = FLOAT32_FACTOR if dtype == torch.float32 else 1.0
-    rms_factor, max_factor = RMS_FACTOR * slack, MAX_FACTOR * slack
+    rms_factor, max_factor, sane = RMS_FACTOR * slack, MAX_FACTOR * slack, SANE * eps
+    if fp8:
+        rms_factor, max_factor, sane = FP8_RMS_FACTOR, MAX_FACTOR, FP8_SANE
     truth, ours = errors.rms(errors.truth_square), errors.rms(errors.square[0])
     hf, hf_max = errors.rms(max(errors.square[1:])), max(errors.largest[1:])
     broken = []
@@ -155,7 +165,7 @@ def why_not(
             f"largest error {_times(errors.largest[0], hf_max)} HF's (limit {max_factor}), "
             f"at {list(errors.largest_at or ())}"
         )
-    if guards and not hf <= SANE * eps * truth:
+    if guards and not hf <= sane * truth:
         relative = hf / truth if truth else math.inf
         broken.append(f"HF's own error is {relative:.1e}: nothing to judge by")
     if x_rms is not None and not truth >= ALIVE * x_rms:
@@ -174,15 +184,16 @@ def row(
     *,
     x_rms: float | None = None,
     counts: Sequence[int] | None = None,
+    fp8: bool = False,
 ) -> Row:
     """Judges a measured tensor by rules 1 to 4 and, with `counts` of tokens per expert, by 5.
 
-    `parts` is one Errors, or one for each expert in order.
+    `parts` is one Errors, or one for each expert in order; `fp8` as in `why_not`.
     """
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    broken = why_not(total, dtype, x_rms=x_rms)
+    broken = why_not(total, dtype, x_rms=x_rms, fp8=fp8)
     note = ""
     if counts is not None:
         judged = {e: parts[e] for e, count in enumerate(counts) if count >= MIN_TOKENS}

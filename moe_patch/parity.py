@@ -15,6 +15,7 @@ from . import kernels
 from .compare import Comparison, plain_arithmetic
 from .law import Row, judge
 from .models.decorated import ENABLED
+from .models.fp8 import is_quantised
 from .patcher import patch, unpatch
 from .shadow import shadow
 
@@ -256,6 +257,8 @@ def _model_level(
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if vocabulary is None:
         return "the model has no vocabulary"
+    if any(map(is_quantised, model.modules())):
+        return "it would need Hugging Face's FP8 kernels from the hub"
     dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     if dtype == torch.float32:
         return "in float32 Hugging Face's own logits are the truth"

@@ -14,15 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
+from .emulate import dequantised_linear, fp8_linear
 from .models.decorated import (
     ExpertsConfig,
     UndecoratedExperts,
     is_decorated,
     stored_transposed,
 )
+from .models.fp8 import is_quantised
 from .models.gates import activation_of
 from .models.parts import normalises, up_name
 from .patcher import unpatch
+
+DEQUANTISED = "dequantised"
+"""A way of running FP8 experts: in the activations' dtype."""
 
 _LEFT_BEHIND = {"forward", "_hf_hook", "_old_forward", "_output_capturing_hooks_installed"}
 
@@ -39,11 +44,12 @@ def shadow(
     if id(module) in memo:
         return memo[id(module)]
 
-    def tensor(old: Tensor | None, wrap: Callable[[Tensor], Tensor]) -> Tensor | None:
+    def tensor(name: str, old: Tensor | None, wrap: Callable[[Tensor], Tensor]) -> Tensor | None:
         if old is None:
             return None
         if id(old) not in memo:
-            cast = dtype is not None and old.is_floating_point()
+            quantised = old.element_size() == 1 or name.endswith("_scale_inv")
+            cast = dtype is not None and old.is_floating_point() and not quantised
             memo[id(old)] = wrap(old.detach().to(dtype) if cast else old.detach())
         return memo[id(old)]
 
@@ -57,8 +63,8 @@ def shadow(
     if "config" in new.__dict__:  # unpatch may write to it
         new.__dict__["config"] = copy.deepcopy(module.config, memo)
     new.training = False
-    new._parameters.update({k: tensor(p, parameter) for k, p in module._parameters.items()})
-    new._buffers.update({k: tensor(b, lambda z: z) for k, b in module._buffers.items()})
+    new._parameters.update({k: tensor(k, p, parameter) for k, p in module._parameters.items()})
+    new._buffers.update({k: tensor(k, b, lambda z: z) for k, b in module._buffers.items()})
     new._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
     for name, child in module._modules.items():
         new._modules[name] = None if child is None else shadow(child, dtype, memo)
@@ -112,10 +118,29 @@ def find_experts(block: nn.Module) -> nn.Module | None:
     return None
 
 
+def exact_weights(experts: nn.Module, expert: int) -> list[Tensor]:
+    """The parameters of one expert in float64, each with its leading 1 and as `logical` has it;
+    FP8 weights are dequantised."""
+    one = slice(expert, expert + 1)
+    names = projections(experts)
+    if is_quantised(experts):
+        scales = (getattr(experts, f"{name}_scale_inv").detach()[one] for name in names)
+        weights = (getattr(experts, name).detach()[one] for name in names)
+        return [reference.dequantize(w, s, torch.float64) for w, s in zip(weights, scales)]
+    parameters = [getattr(experts, name).detach() for name in names]
+    parameters[:2] = logical(experts, *parameters[:2])
+    return [parameter[one].double() for parameter in parameters]
+
+
 def projections(experts: nn.Module) -> tuple[str, ...]:
     """Names of the parameters: both weights, and their biases where there are any."""
     names = up_name(experts), "down_proj"
     return *names, *(f"{n}_bias" for n in names if getattr(experts, "has_bias", False))
+
+
+def trained(experts: nn.Module) -> tuple[str, ...]:
+    """Those of `projections` that can want a gradient: not FP8 weights."""
+    return () if is_quantised(experts) else projections(experts)
 
 
 def logical(block: nn.Module, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,15 +151,22 @@ def logical(block: nn.Module, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Te
 
 def implementations(block: nn.Module) -> list[str]:
     """Hugging Face's ways of running the block that count as the baseline."""
-    return ["eager", "grouped_mm"] if is_decorated(find_experts(block)) else ["dense"]
+    experts = find_experts(block)
+    if is_quantised(experts):
+        return [DEQUANTISED, "emulated", "grouped_mm"]
+    return ["eager", "grouped_mm"] if is_decorated(experts) else ["dense"]
 
 
 def hugging_face(block: nn.Module, implementation: str) -> nn.Module:
     """A shadow that runs Hugging Face's own code: one of the decorated experts' implementations,
-    or "dense", the block as it comes."""
+    or "dense", the block as it comes. Of FP8 experts also its eager loop over a linear in plain
+    PyTorch, on quantised activations ("emulated") or on dequantised weights (`DEQUANTISED`)."""
     block = shadow(block)
     unpatch(block)
     if implementation != "dense":
         experts = find_experts(block)
+        linears = {DEQUANTISED: dequantised_linear, "emulated": fp8_linear}
+        if implementation in linears:
+            experts.linear, implementation = linears[implementation], "eager"
         experts.config = ExpertsConfig(experts.config, implementation)
     return block

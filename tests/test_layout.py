@@ -26,6 +26,7 @@ ARROWS = {
     "law": set(),
     "shapes": set(),
     "reference": {"activation", "order"},
+    "emulate": {"reference"},
     "kernels": {"kernels", "kernels.*", "activation", "order"},
     "accumulate": set(),
     "activation": set(),
@@ -50,6 +51,7 @@ ARROWS = {
         "models",
         "models.*",
         "activation",
+        "checks",
         "experts",
         "grouped",
         "low_rank",
@@ -63,7 +65,7 @@ ARROWS = {
 # "" is the package itself, for its __version__.
 BENEATH = {"", "kernels", "law", "models", "models.*", "patcher", "reference", "shapes", "experts"}
 ARROWS |= {
-    "shadow": BENEATH,
+    "shadow": BENEATH | {"emulate"},
     "compare_router": BENEATH,
     "compare": BENEATH | {"compare_router", "shadow"},
     "parity": BENEATH | {"compare", "shadow"},

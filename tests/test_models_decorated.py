@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
 import os
@@ -10,14 +9,13 @@ import pickle
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tiny import TINY, assert_close, tiny_block, tiny_config, tiny_model, tokens
+from tiny import TINY, assert_close, says_once, tiny_block, tiny_config, tiny_model, tokens
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +25,6 @@ from transformers import (
     Qwen2MoeConfig,
 )
 from transformers.activations import ACT2FN
-from transformers.integrations.finegrained_fp8 import FP8Experts, FP8ExpertsInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -43,18 +40,6 @@ from moe_patch.models.decorated import (
 )
 
 pytestmark = pytest.mark.filterwarnings("error:moe_patch runs Hugging Face")
-
-
-@contextlib.contextmanager
-def says_once(message: str):
-    """Inside, moe_patch warns exactly once that it runs HF's own forward, with this reason."""
-    decorated._warn_uncompiled.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    decorated._warn_uncompiled.cache_clear()
-    said = [str(w.message) for w in caught if "moe_patch runs Hugging" in str(w.message)]
-    assert len(said) == 1 and message in said[0], said
 
 
 def routed(device, num_tokens=5, experts=8):
@@ -241,15 +226,6 @@ def test_missing_activation():
     assert "no act_fn" in why_not_fused(experts)
 
 
-def test_fp8_experts_are_quantised():
-    config = tiny_config("qwen3_moe")
-    cls = type("FP8", (FP8Experts,), {})
-    cls = use_experts_implementation(experts_interface=FP8ExpertsInterface())(cls)
-    experts = cls(config, block_size=(32, 32))
-    assert is_decorated(experts)
-    assert "torch.float8_e4m3fn" in why_not_fused(experts)
-
-
 # What the registered function does
 
 
@@ -354,13 +330,6 @@ def test_unfit_experts_of_a_switched_config_run_hf(device):
     with says_once("Experts is not fused, each expert normalises its output"):
         assert torch.equal(experts(*arguments), expected)
         experts(*arguments)
-
-
-def test_fp8_name_delegates_and_says_so(monkeypatch):
-    mapping = FP8ExpertsInterface._global_mapping
-    monkeypatch.setitem(mapping, "grouped_mm", lambda self, *args: ("hf", *args))
-    with says_once("the weights are FP8"):
-        assert mapping["moe_patch"](nn.Identity(), 1, 2, 3) == ("hf", 1, 2, 3)
 
 
 SCRIPT = """

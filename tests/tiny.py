@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -73,6 +76,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+
+
+@contextlib.contextmanager
+def says_once(message: str):
+    """Inside, moe_patch warns exactly once of what it runs instead, with this reason."""
+    decorated._warn_uncompiled.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    decorated._warn_uncompiled.cache_clear()
+    said = [str(w.message) for w in caught if "moe_patch runs" in str(w.message)]
+    assert len(said) == 1 and message in said[0], said
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -1,0 +1,56 @@
+"""Hugging Face's FP8 linear in plain PyTorch: its own kernels come from the hub and want a GPU.
+
+After transformers' integrations/finegrained_fp8.py: activations in e4m3 with a scale for each 128
+of a row, products in float32, an output in the activations' dtype; the input's gradient goes
+through the dequantised weight. What the parity law compares FP8 experts with (docs/parity.md).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .reference import dequantize
+
+GROUP = 128
+LARGEST = 448.0
+"""Of e4m3."""
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x [R, K] as its e4m3 version stands for it, in float32; a scale is amax / 448 of a group."""
+    size = x.shape[1]
+    groups = F.pad(x.float(), (0, -size % GROUP)).unflatten(1, (-(-size // GROUP), GROUP))
+    scale = (groups.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=1e-12)
+    values = (groups / scale).to(torch.float8_e4m3fn).float() * scale
+    return values.flatten(1)[:, :size]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, scale_inv, quantised):
+        ctx.save_for_backward(weight, scale_inv)
+        if not quantised:
+            return F.linear(x, dequantize(weight, scale_inv, x.dtype))
+        return (rounded(x) @ dequantize(weight, scale_inv, torch.float32).mT).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return d_out @ dequantize(*ctx.saved_tensors, d_out.dtype), None, None, None
+
+
+def fp8_linear(
+    x: Tensor, weight: Tensor, scale_inv: Tensor, activation_scale: Tensor | None = None
+) -> Tensor:
+    """x [R, K] times the FP8 weight [N, K] with scales [ceil(N / 128), ceil(K / 128)], x quantised
+    too. Differentiable in x. In the place of HF's `FP8Experts.linear`, hence the last argument."""
+    return _Linear.apply(x, weight, scale_inv, True)
+
+
+def dequantised_linear(
+    x: Tensor, weight: Tensor, scale_inv: Tensor, activation_scale: Tensor | None = None
+) -> Tensor:
+    """The same with x as it is and the weight dequantised to x's dtype, as a model that was loaded
+    with `FineGrainedFP8Config(dequantize=True)` computes it."""
+    return _Linear.apply(x, weight, scale_inv, False)
