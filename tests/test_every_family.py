@@ -16,6 +16,8 @@ import moe_patch
 
 NOT_GENERATING = {"granitemoehybrid", "jamba"}  # not with two layers, none of them attention
 INPUTS = {"ernie4_5_vl_moe": {"moe_mm_token_type_ids": torch.arange(14).view(2, 7) % 2}}  # images
+NARROW = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}  # half the time
+WIDE = {"ernie4_5_vl_moe", "glm4v_moe", "granitemoehybrid"}  # whose heads follow from the width
 FAMILIES = {"step3p7": "transformers.models.step3p7.modeling_step3p7"}
 for module, _ in decorated_classes():
     FAMILIES.setdefault(module.split(".")[2], module)
@@ -32,7 +34,8 @@ def build(family, device):
     classes.sort(key=lambda c: next(i for i, end in enumerate(ends) if c.__name__.endswith(end)))
     cls = next(c for c in classes if not any(w in c.__name__ for w in ("Vision", "Audio", "MTP")))
     torch.manual_seed(0)
-    model = cls(shrink(cls.config_class(), MORE.get(family, {}))).to(device).eval()
+    sizes = ({} if family in WIDE else NARROW) | MORE.get(family, {})
+    model = cls(shrink(cls.config_class(), sizes)).to(device).eval()
     for parameter in model.parameters():
         if parameter.dim() == 3:
             nn.init.normal_(parameter, std=0.1)
