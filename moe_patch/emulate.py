@@ -11,20 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .reference import dequantize
-
-GROUP = 128
-LARGEST = 448.0
-"""Of e4m3."""
+from .reference import dequantize, quantize
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x [R, K] as its e4m3 version stands for it, in float32; a scale is amax / 448 of a group."""
-    size = x.shape[1]
-    groups = F.pad(x.float(), (0, -size % GROUP)).unflatten(1, (-(-size // GROUP), GROUP))
-    scale = (groups.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=1e-12)
-    values = (groups / scale).to(torch.float8_e4m3fn).float() * scale
-    return values.flatten(1)[:, :size]
+    """x [R, K] as its e4m3 version stands for it, in float32."""
+    return dequantize(*quantize(x))
 
 
 class _Linear(torch.autograd.Function):
