@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from .compare import Comparison, plain_arithmetic
+from .compare import Comparison
 from .law import Row, judge
 from .models.decorated import ENABLED
 from .models.fp8 import is_quantised
 from .patcher import patch, unpatch
-from .shadow import shadow
+from .shadow import plain_arithmetic, shadow
 
 __all__ = ["ParityReport", "Row", "Section", "check_parity", "judge"]
 

@@ -69,6 +69,10 @@ def table() -> str:
     for one in fused:
         router = ", router too" if one.router == "fused" else ""
         lines.append(f"  {one.family:24}{one.experts:34}{one.gate}{router}")
+    lines.append(
+        "in FP8 (transformers' FP8Experts) with blocks of 128 x 128 and dynamic activations: fused"
+        "\n  static activations, other blocks, FP4: HF's"
+    )
     lines.append("the others run Hugging Face's own code:")
     lines += [f"  {o.family:24}{o.experts:34}{o.reason}" for o in found if not o.fused]
     return "\n".join(lines)

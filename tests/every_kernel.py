@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from ops import assert_close, gradients, in_double, moe
+from ops import assert_close, gradients, in_double, in_fp8, moe
 
 from moe_patch import reference
 from moe_patch.activation import Activation
@@ -103,6 +103,23 @@ def main() -> None:
         with torch.no_grad():
             truth = reference.fused_experts(**in_double(one), activation=act)
             assert_close(fused_experts(**one, activation=act), truth, torch.bfloat16)
+    for size, scales in itertools.product(SIZES[:4], (torch.float32, torch.float8_e8m0fnu)):
+        arguments = in_fp8(moe(device, torch.bfloat16, *size, routing="sentinel"), scales)
+        exact = in_double(arguments)
+        out, truth = fused_experts(**arguments), reference.fused_experts(**exact)
+        d_out = torch.randn_like(out)
+        ours = (out, *gradients(out, d_out, *arguments.values()))
+        true = (truth, *gradients(truth, d_out.double(), *exact.values()))
+        for mine, other in zip(ours, true):
+            assert_close(mine, other, torch.bfloat16)
+        one = in_fp8(moe(device, torch.bfloat16, 1, *size[1:], grad=False), scales)
+        truth = reference.fused_experts(**in_double(one))
+        assert_close(fused_experts(**one), truth, torch.bfloat16)
+    for groups in ([700, 0, 300, 24], [5, 0, 0, 2]):
+        x = torch.randn(1100, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(4, 72, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+        rows = grouped_gemm(x, weight, m_sizes=torch.tensor(groups, device=device))
+        rows.sum().backward()
     for size in ((1, 128, 64, 8, 2), (2, 97, 41, 64, 8)):
         arguments = moe(device, torch.bfloat16, *size, routing="sentinel", grad=False)
         truth = reference.fused_experts(**in_double(arguments))

@@ -12,7 +12,7 @@ from transformers import MixtralConfig, OlmoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
-from moe_patch import compare, reference
+from moe_patch import compare, reference, shadow
 from moe_patch.compare import Comparison
 from moe_patch.compare_router import routing
 from moe_patch.shapes import SHAPES, build
@@ -428,7 +428,7 @@ def test_forced_routing_changes_hugging_faces_choice(use):
 def test_arithmetic_settings_are_put_back():
     torch.set_float32_matmul_precision("medium")
     try:
-        with pytest.raises(KeyError), compare.plain_arithmetic():
+        with pytest.raises(KeyError), shadow.plain_arithmetic():
             assert torch.get_float32_matmul_precision() == "highest"
             raise KeyError
         assert torch.get_float32_matmul_precision() == "medium"

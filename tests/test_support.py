@@ -78,5 +78,6 @@ def test_table_and_command(capsys):
     out = capsys.readouterr().out
     assert support.table() in out and "torch" in out
     lines = support.table().splitlines()
-    assert len(lines) == len(families()) + 2 and all(len(line) < 160 for line in lines)
+    assert any("FP8Experts" in line for line in lines)
+    assert len(lines) == len(families()) + 4 and all(len(line) < 160 for line in lines)
     assert torch.get_default_device().type == "cpu"
