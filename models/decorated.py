@@ -22,6 +22,7 @@ from .. import kernels
 from ..experts import DTYPES, fused_experts
 from .gates import activation_of, has_own_gate, is_silu
 from .parts import by_parts, up_name
+from .wrapped import replaced_forward
 
 NAME = "moe_patch"
 """Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
@@ -80,13 +81,6 @@ def why_not_fused(experts: nn.Module) -> str | None:
     if replaced_forward(experts) and not getattr(experts, "_is_hooked", False):
         return "the experts' forward was replaced on the instance: patch before that"
     return why_not_weights(experts) or why_not_form(experts)
-
-
-def replaced_forward(module: nn.Module) -> bool:
-    """Whether the instance carries a forward of its own, so that its class's is not what runs."""
-    own = vars(module)
-    forward = own.get("_old_forward", own.get("forward"))  # accelerate keeps the real one there
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def why_not_weights(experts: nn.Module) -> str | None:

@@ -24,6 +24,7 @@ MAX_LINES = 450
 ARROWS = {
     "order": set(),
     "law": set(),
+    "ranks": {""},
     "shapes": set(),
     "reference": {"activation", "order"},
     "kernels": {"kernels", "kernels.*", "activation", "order"},
@@ -55,7 +56,7 @@ ARROWS = {
         "routing",
         "kernels",
     },
-    "patcher": {"models", "models.*"},
+    "patcher": {"models", "models.*", "ranks"},
     "pretrained": {"models", "models.*", "patcher"},
 }
 # "" is the package itself, for its __version__.

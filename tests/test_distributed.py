@@ -1,0 +1,72 @@
+"""Models sharded over two ranks: gloo and Triton's interpreter in CI, NCCL where two GPUs are.
+
+Starting processes and importing takes longer than most checks, so all run in one start of both
+ranks (sharded.py), and here is one test of all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def launch(folder: Path, *checks: str, seconds: float, **environment: str) -> dict[str, str]:
+    """Runs the checks on two ranks; {check: tracebacks} of what failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = os.environ | environment
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common |= {"SHARED": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(HERE / "sharded.py"), str(folder / "results"), *checks]
+    logs = [(folder / f"log.{rank}").open("w") for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    end = time.monotonic() + seconds
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+        if any(rank.poll() for rank in ranks):  # the other one would wait for it
+            time.sleep(1)
+            break
+        time.sleep(0.05)
+    codes = [rank.poll() for rank in ranks]
+    for rank, log in zip(ranks, logs):
+        rank.kill()
+        rank.wait()
+        log.close()
+    found: dict[str, str] = {}
+    for rank, code in enumerate(codes):
+        file = folder / f"results.{rank}"
+        for name, failure in (json.loads(file.read_text()) if file.exists() else {}).items():
+            if failure:
+                found[name] = found.get(name, "") + f"rank {rank}:\n{failure}\n"
+        if code != 0 and not found:
+            found[f"rank {rank} ended with {code}"] = (folder / f"log.{rank}").read_text()[-3000:]
+    print((folder / "log.0").read_text()[-8000:])
+    return found
+
+
+def test_two_processes(tmp_path):
+    failures = launch(tmp_path, seconds=240, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
+
+
+@pytest.mark.multigpu
+def test_two_gpus(tmp_path):
+    failures = launch(tmp_path, seconds=240)
+    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
