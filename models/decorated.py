@@ -22,7 +22,7 @@ from .. import kernels
 from ..experts import DTYPES, fused_experts
 from .gates import activation_of, has_own_gate, is_silu
 from .parts import by_parts, up_name
-from .wrapped import replaced_forward
+from .wrapped import is_dtensor, replaced_forward
 
 NAME = "moe_patch"
 """Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
@@ -91,7 +91,7 @@ def why_not_weights(experts: nn.Module) -> str | None:
         return f"there are no {name} and down_proj tensors: only stacked weights can be fused"
     if gate_up.is_meta and not hasattr(experts, "_hf_hook"):  # accelerate brings them when called
         return "the weights are on the meta device: patch after they are loaded"
-    if _is_dtensor(gate_up):  # local tensors by the time they are used, or HF's forward runs
+    if is_dtensor(gate_up):  # local tensors by the time they are used, or HF's forward runs
         return None
     return _why_not_weights(gate_up, down) or _why_not_shapes(experts, gate_up, down)
 
@@ -276,11 +276,3 @@ def warn_once(message: str) -> None:
 @functools.cache
 def _warn_uncompiled(message: str) -> None:
     warnings.warn(message, stacklevel=2)
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)

@@ -8,11 +8,12 @@ class's forward in `_old_forward`.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _PLACES = ("forward", "_old_forward")
 _INNER = "original_forward"  # what transformers' plans call the forward that they found
@@ -44,6 +45,12 @@ def replaced_forward(module: nn.Module) -> bool:
 def hooked_by_plan(module: nn.Module) -> bool:
     """Whether a tensor- or expert-parallel plan of transformers put a forward on the instance."""
     return any(_inner(vars(module).get(name)) is not None for name in _PLACES)
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, which engines make of the parameters that they spread over ranks."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: there can be none
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _held(module: nn.Module, name: str) -> tuple[Any, Callable[[Any], None]]:

@@ -14,6 +14,8 @@ import torch
 import transformers
 from torch import Tensor, distributed
 
+from .models.wrapped import is_dtensor
+
 WARN_AFTER = timedelta(seconds=15)
 FAIL_AFTER = timedelta(minutes=5)
 """Ranks load at different speeds; a rank that never patches would have others wait for ever."""
@@ -70,11 +72,7 @@ def _wait(store: distributed.Store, key: str, me: int, other: int) -> bytes:
 
 def _sharing(parameters: Iterable[Tensor]) -> tuple[int, ...]:
     """The ranks of the largest mesh that a parameter is spread over; none without."""
-    if "torch.distributed.tensor" not in sys.modules or not distributed.is_initialized():
-        return ()
-    from torch.distributed.tensor import DTensor
-
-    meshes = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
+    meshes = {parameter.device_mesh for parameter in parameters if is_dtensor(parameter)}
     return max((tuple(sorted(m.mesh.flatten().tolist())) for m in meshes), key=len, default=())
 
 

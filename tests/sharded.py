@@ -289,6 +289,13 @@ def experts_that_do_not_divide() -> None:
 
 
 @check()
+def parity_of_shards() -> None:
+    """A block is compared on one rank, where all of it has to be."""
+    model = load(saved("qwen3_moe"), **engine("ep"))
+    refused(ValueError, "spread over ranks", call=lambda: moe_patch.check_parity(model))
+
+
+@check()
 def no_plan() -> None:
     """transformers' own sentence again; and ours where its plan for Llama4 cannot work."""
     families = ("granitemoe", "nemotron_h")  # 5.23 has a plan for the first

@@ -24,7 +24,7 @@ MAX_LINES = 450
 ARROWS = {
     "order": set(),
     "law": set(),
-    "ranks": {""},
+    "ranks": {"", "models.*"},
     "shapes": set(),
     "reference": {"activation", "order"},
     "kernels": {"kernels", "kernels.*", "activation", "order"},
