@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -24,8 +25,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from . import bench, bench_families, bench_lora, bench_model, parity, shapes
+from . import bench, bench_distributed, bench_families, bench_lora, bench_model, parity, shapes
 from .bench import OURS, Ceilings, Timing
+from .bench_distributed import Measured
 from .bench_families import FamilyTiming
 from .bench_model import Rate
 
@@ -60,6 +62,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--tasks", nargs="+", choices=bench_model.TASKS, help="of that model; default: no training"
     )
     flag(
+        "--distributed", action="store_true",
+        help="time expert parallelism and FSDP2 instead, on the ranks that torchrun starts",
+    )  # fmt: skip
+    flag(
         "--lora", metavar="RANK", type=int, nargs="?", const=16,
         help="time a training step with PEFT's adapters on frozen experts instead (rank 16)",
     )  # fmt: skip
@@ -80,6 +86,24 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("--graph times the forward only: leave out --mode backward")
     ours = ("shape", "dtype", "mode", "graph", "no_eager", "no_compile", "png", "lora", "tokens")
     given = [f"--{name.replace('_', '-')}" for name in ours if getattr(options, name)]
+    if options.distributed:
+        own = ("--shape", "--tokens")
+        given = [name for name in given if name not in own]
+        given += ["--model-config"] * (options.model_config is not None)
+        given += ["--families"] * (options.families is not None)
+        if given:
+            raise ValueError(
+                f"--distributed times a model over ranks and takes no {given[0]}: run bench twice"
+            )
+        if len(options.shape) > 1 or len(options.tokens or ()) > 1:
+            raise ValueError("--distributed takes one --shape and one number of --tokens")
+        if options.shape and shapes.find(options.shape[0]).family != "qwen3_moe":
+            raise ValueError(f"--distributed is of Qwen3-MoE, and {options.shape[0]} is not")
+        if "RANK" not in os.environ:
+            raise ValueError(
+                "--distributed needs ranks: torchrun --nproc-per-node 2 -m moe_patch bench "
+                "--distributed"
+            )
     if options.families is not None:
         given = [name for name in given if name != "--tokens"]
         given += ["--model-config"] * (options.model_config is not None)
@@ -93,7 +117,7 @@ def check(options: argparse.Namespace) -> None:
                 f"--model-config times a whole model and takes no {given[0]}: run bench twice"
             )
         bench_model.read_config(options.model_config, options.layers)
-    elif options.layers is not None or options.tasks:
+    elif options.tasks or (options.layers is not None and not options.distributed):
         raise ValueError("--layers and --tasks are of a whole model: name its --model-config")
     trains = set(options.tasks or ()) & set(bench_model.TRAINING)
     needs_peft = options.lora is not None or trains
@@ -109,7 +133,9 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """Times, prints, writes. Returns 1 when parity fails, with no times shown; 2 without a MoE."""
     with progress_bar() as progress:
-        if options.families is not None:
+        if options.distributed:
+            done = _distributed(options, progress)
+        elif options.families is not None:
             done = _families(options, progress)
         else:
             done = (_models if options.model_config else _blocks)(options, progress)
@@ -121,6 +147,8 @@ def run(options: argparse.Namespace) -> int:
         print("moe_patch: no times are shown, because parity fails", file=sys.stderr)
         return 1
     rows, ceilings, notes = done
+    if options.distributed and os.environ["RANK"] != "0":
+        return 0
     environment = parity.environment("cuda")
     if options.csv:
         write_csv(rows, options.csv)
@@ -133,7 +161,8 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join([f"moe_patch bench on {environment}", *map(str, ceilings)]))
         console = Console() if sys.stdout.isatty() else Console(width=120)
         tables = _rate_tables if options.model_config else _timing_tables
-        for table in (_family_table if options.families is not None else tables)(rows):
+        tables = _family_table if options.families is not None else tables
+        for table in (_distributed_table if options.distributed else tables)(rows):
             console.print(table)
         print("".join(f"note: {note}\n" for note in notes), end="")
     return 0
@@ -223,6 +252,26 @@ def _families(options: argparse.Namespace, progress: Progress) -> Done | parity.
     return timings, [], notes
 
 
+def _distributed(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport:
+    name = options.shape[0] if options.shape else "qwen3_30b"
+    device, found = bench_distributed.start(), []
+    task = progress.add_task(f"{name}: parity", total=len(bench_distributed.TASKS))
+    for row in bench_distributed.measure(
+        shapes.find(name),
+        name,
+        tokens=(options.tokens or [bench_distributed.TOKENS])[0],
+        layers=options.layers or bench_distributed.LAYERS,
+        device=device,
+    ):
+        if isinstance(row, parity.ParityReport):
+            return row
+        found.append(row)
+        if options.csv and os.environ["RANK"] == "0":  # minutes: what is there is kept
+            write_csv(found, options.csv)
+        progress.update(task, advance=1, description=row.task)
+    return found, [], []
+
+
 def progress_bar() -> Progress:
     """How far it is, what is under way and for how long, on stderr; gone in the end."""
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
@@ -290,6 +339,21 @@ def _family_table(timings: Sequence[FamilyTiming]) -> Iterable[Table]:
     for (family, size), group in itertools.groupby(timings, lambda t: (t.family, t.size)):
         found = {(t.mode, t.tokens): f"{t.speedup:.2f}" for t in group}
         table.add_row(family, size, *(found.get(column, "") for column in columns))
+    yield table
+
+
+def _distributed_table(rows: Sequence[Measured]) -> Iterable[Table]:
+    header = ("", "HF ms", "patched ms", "HF tokens/s", "patched tokens/s", "patched is")
+    first = rows[0]
+    title = f"{first.shape}, {first.ranks} ranks, {first.tokens} tokens each, {first.transformers}"
+    table = Table(*header, title=title, title_justify="left")
+    for r in rows:
+        if r.hf_ms is None:
+            table.add_row(r.task, "", f"{r.ms:.3f}", "", "", f"{r.gb_s:.0f} GB/s")
+            continue
+        cells = [f"{r.task}, {r.layers} layers", f"{r.hf_ms:.3f}", f"{r.ms:.3f}"]
+        cells += [f"{r.hf_tokens_s:.4g}", f"{r.tokens_s:.4g}", f"{r.speedup:.2f} x as fast"]
+        table.add_row(*cells)
     yield table
 
 

@@ -67,7 +67,16 @@ ARROWS |= {
     "parity": BENEATH | {"compare", "shadow"},
     "bench": BENEATH | {"compare", "parity", "shadow"},
     "bench_cli": BENEATH
-    | {"bench", "bench_families", "bench_lora", "bench_model", "parity", "support"},
+    | {
+        "bench",
+        "bench_distributed",
+        "bench_families",
+        "bench_lora",
+        "bench_model",
+        "parity",
+        "support",
+    },
+    "bench_distributed": BENEATH | {"parity"},
     "bench_families": BENEATH | {"bench", "parity", "shadow", "support"},
     "bench_lora": BENEATH | {"bench", "parity", "shadow"},
     "bench_model": BENEATH | {"bench"},
