@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
@@ -127,6 +126,8 @@ class _Bench:
             folder, local_files_only=True, dtype=self.dtype, **how
         )
         if not ep:
+            from torch.distributed.fsdp import fully_shard  # a second, which `env` need not wait
+
             for layer in model.model.layers:
                 fully_shard(layer)
             fully_shard(model)

@@ -23,6 +23,7 @@ CHECKS: dict[str, Callable[[], None]] = {}
 QUICK: set[str] = set()
 """Of these, what runs without GPUs: the others would take the interpreter longer than they tell."""
 LAYERS = 2 if ON_GPU else 1  # Triton's interpreter takes a second for a layer
+SUMS = 1e-5 if ON_GPU else 2e-6  # what their order makes of float32, at these sizes
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
@@ -85,8 +86,7 @@ def saved(family: str, **more) -> str:
     return str(folder)
 
 
-def load(folder: str, dtype: torch.dtype | None = None, **more) -> nn.Module:
-    dtype = dtype or (torch.bfloat16 if ON_GPU else torch.float32)
+def load(folder: str, dtype: torch.dtype = torch.float32, **more) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not more:
@@ -153,11 +153,11 @@ def assert_near(
     ours: dict[str, Tensor | None],
     truth: dict[str, Tensor | None],
     theirs: dict[str, Tensor | None] | None = None,
-    slack: float = 1.1,
+    slack: float = 1.3,
 ) -> None:
     """In float32 up to the order of sums; else no further (rms) from float32's than theirs.
 
-    Over all tensors together the factor is `slack`; for one tensor it is 1.5, because near-ties in
+    Over all tensors together the factor is `slack`; for one tensor it is 2, because near-ties in
     the router make single tensors of two runs differ by chance.
     """
     assert ours.keys() == truth.keys()
@@ -172,11 +172,11 @@ def assert_near(
         scale = t.square().mean().sqrt().item()
         error = (o - t).square().mean().sqrt().item()
         if theirs is None:
-            assert error <= 2e-6 * scale or error <= 1e-9, f"{name}: {error} of {scale}"
+            assert error <= SUMS * scale or error <= 1e-9, f"{name}: {error} of {scale}"
             continue
         other = (theirs[name] - t).square().mean().sqrt().item()
         eps = 2**-8
-        assert error <= 1.5 * other + eps * scale, f"{name}: {error}, HF's {other}, of {scale}"
+        assert error <= 2 * other + eps * scale, f"{name}: {error}, HF's {other}, of {scale}"
         if scale:
             total = [total[0] + (error / scale) ** 2, total[1] + (other / scale) ** 2]
     assert total[0] <= slack**2 * total[1], f"all tensors: {total[0]}, HF's {total[1]}"
@@ -186,17 +186,19 @@ def truth_of(folder: str, times: int = 1) -> dict[str, Tensor | None]:
     return step(load(folder, torch.float32), times)
 
 
-def compare(folder: str, model: nn.Module, times: int = 1) -> None:
-    """Patched against unpatched, both under the model's engine, and against the whole model."""
+def compare(folder: str, name: str, times: int = 1) -> None:
+    """Patched against the whole model in float32, and on GPUs in bfloat16 against unpatched too."""
     truth = truth_of(folder, times)
-    with counted() as calls:
-        theirs = step(model, times) if ON_GPU else None
-        assert not calls
-        report = moe_patch.patch(model)
-        assert len(report.fused) == LAYERS and not report.skipped, str(report)
-        ours = step(model, times)
+    for dtype in (torch.float32, torch.bfloat16)[: 1 + ON_GPU]:
+        model = load(folder, dtype, **engine(name))
+        with counted() as calls:
+            theirs = step(model, times) if dtype != torch.float32 else None
+            assert not calls
+            report = moe_patch.patch(model)
+            assert len(report.fused) == LAYERS and not report.skipped, str(report)
+            ours = step(model, times)
         assert sorted(calls) == ["experts"] * LAYERS * times + ["router"] * LAYERS * times
-    assert_near(ours, truth, theirs)
+        assert_near(ours, truth, theirs)
 
 
 @contextlib.contextmanager
