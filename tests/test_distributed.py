@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,41 @@ def test_two_processes(tmp_path):
 def test_two_gpus(tmp_path):
     failures = launch(tmp_path, seconds=240)
     assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
+
+
+@pytest.mark.multigpu
+def test_a_killed_rank_ends_the_job(tmp_path):
+    """With an error, in seconds: the other rank is in a collective that nobody joins."""
+    kill_one_rank(tmp_path)
+
+
+def kill_one_rank(folder: Path, seconds: float = 30) -> None:
+    example = HERE.parent / "examples" / "train_distributed.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(example), "--engine", "ep", "--steps", "100000"]
+    path = os.pathsep.join([str(HERE.parent), *sys.path])
+    with (folder / "log").open("w") as log:
+        job = subprocess.Popen(
+            [*command, "--layers", "1", "--out", str(folder), "--save-every", "2"],
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            until(lambda: [*folder.glob("step-*/.metadata")] or job.poll() is not None, 150)
+            assert job.poll() is None, (folder / "log").read_text()[-3000:]
+            children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+            os.kill(int(children[-1]), signal.SIGKILL)
+            until(lambda: job.poll() is not None, seconds)
+            assert job.returncode not in (0, None)
+        finally:
+            job.kill()
+            job.wait()
+
+
+def until(done: Callable[[], object], seconds: float) -> None:
+    """Waits for it."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.1)
