@@ -25,7 +25,16 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from . import bench, bench_distributed, bench_families, bench_lora, bench_model, parity, shapes
+from . import (
+    bench,
+    bench_distributed,
+    bench_families,
+    bench_lora,
+    bench_model,
+    parity,
+    scaling,
+    shapes,
+)
 from .bench import OURS, Ceilings, Timing
 from .bench_distributed import Measured
 from .bench_families import FamilyTiming
@@ -65,6 +74,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--distributed", action="store_true",
         help="time expert parallelism and FSDP2 instead, on the ranks that torchrun starts",
     )  # fmt: skip
+    flag(
+        "--scaling", metavar="FILE", nargs="+", type=Path,
+        help="CSV files of --distributed: what its first makes of more GPUs, beside the others; "
+        "measures nothing",
+    )  # fmt: skip
+    flag("--network", metavar="GB/S", type=float, help="of a GPU to other hosts, for --scaling")
     flag(
         "--lora", metavar="RANK", type=int, nargs="?", const=16,
         help="time a training step with PEFT's adapters on frozen experts instead (rank 16)",
@@ -166,6 +181,36 @@ def run(options: argparse.Namespace) -> int:
             console.print(table)
         print("".join(f"note: {note}\n" for note in notes), end="")
     return 0
+
+
+def print_scaling(options: argparse.Namespace) -> None:
+    """The tables of --scaling. Raises ValueError for a file that is not of --distributed."""
+    rates, *others = map(scaling.read, options.scaling)
+    network = options.network or scaling.NETWORK_GB_S
+    header = (
+        "",
+        "GPUs",
+        "share experts",
+        "compute ms",
+        "moved MB",
+        "of it to hosts",
+        "comm ms",
+        "share",
+    )
+    title = (
+        f"{rates.shape}, a layer's forward, {rates.tokens} tokens a GPU; rates of {rates.ranks} "
+        f"GPUs, {scaling.HOST} a host, {network:g} GB/s between hosts (assumed)"
+    )
+    table = Table(*header, "tokens/s", title=title, title_justify="left")
+    for layer in scaling.layers(rates, network_gb_s=network):
+        cells = [layer.way, f"{layer.ranks}", f"{layer.group}", f"{layer.compute_ms:.3f}"]
+        cells += [f"{layer.moved_mb:.1f}", f"{layer.network_mb:.1f}", f"{layer.comm_ms:.3f}"]
+        cells += [f"{layer.share:.0%}"]
+        table.add_row(*cells, f"{layer.tokens_s:.3g}")
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console.print(table)
+    for ranks, model, measured in scaling.checked(rates, others):
+        print(f"{ranks} GPUs: model {model:.3f} ms, measured {measured:.3f} ms")
 
 
 Done = tuple[Sequence[Any], list[Ceilings], list[str]]

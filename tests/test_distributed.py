@@ -6,6 +6,7 @@ ranks (sharded.py), and here is one test of all of them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -95,13 +96,22 @@ def kill_one_rank(folder: Path, seconds: float = 30) -> None:
         try:
             until(lambda: [*folder.glob("step-*/.metadata")] or job.poll() is not None, 150)
             assert job.poll() is None, (folder / "log").read_text()[-3000:]
-            children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-            os.kill(int(children[-1]), signal.SIGKILL)
+            os.kill(children(job.pid)[-1], signal.SIGKILL)
             until(lambda: job.poll() is not None, seconds)
             assert job.returncode not in (0, None)
         finally:
             job.kill()
             job.wait()
+
+
+def children(pid: int) -> list[int]:
+    """Ids of a process's own; Linux."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, IndexError):  # no process, or no more
+            if (folder / "stat").read_text().rsplit(")", 1)[1].split()[1] == str(pid):
+                found.append(int(folder.name))
+    return sorted(found)
 
 
 def until(done: Callable[[], object], seconds: float) -> None:
