@@ -187,7 +187,7 @@ def print_scaling(options: argparse.Namespace) -> None:
     """The tables of --scaling. Raises ValueError for a file that is not of --distributed."""
     rates, *others = map(scaling.read, options.scaling)
     network = options.network or scaling.NETWORK_GB_S
-    header = (
+    header = ("", "GPUs", "share experts", "compute ms", "moved MB", "of it to hosts", "comm ms")
         "",
         "GPUs",
         "share experts",
@@ -201,7 +201,7 @@ def print_scaling(options: argparse.Namespace) -> None:
         f"{rates.shape}, a layer's forward, {rates.tokens} tokens a GPU; rates of {rates.ranks} "
         f"GPUs, {scaling.HOST} a host, {network:g} GB/s between hosts (assumed)"
     )
-    table = Table(*header, "tokens/s", title=title, title_justify="left")
+    table = Table(*header, "share", "tokens/s", title=title, title_justify="left")
     for layer in scaling.layers(rates, network_gb_s=network):
         cells = [layer.way, f"{layer.ranks}", f"{layer.group}", f"{layer.compute_ms:.3f}"]
         cells += [f"{layer.moved_mb:.1f}", f"{layer.network_mb:.1f}", f"{layer.comm_ms:.3f}"]

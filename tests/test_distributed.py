@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+SMALL = "--layers 1 --hidden 128 --intermediate 64 --experts 8 --top-k 2"
 
 
 def launch(folder: Path, *checks: str, seconds: float, **environment: str) -> dict[str, str]:
@@ -81,14 +82,14 @@ def test_a_killed_rank_ends_the_job(tmp_path):
     kill_one_rank(tmp_path)
 
 
-def kill_one_rank(folder: Path, seconds: float = 30) -> None:
+def kill_one_rank(folder: Path, seconds: float = 60) -> None:
     example = HERE.parent / "examples" / "train_distributed.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(example), "--engine", "ep", "--steps", "100000"]
     path = os.pathsep.join([str(HERE.parent), *sys.path])
     with (folder / "log").open("w") as log:
         job = subprocess.Popen(
-            [*command, "--layers", "1", "--out", str(folder), "--save-every", "2"],
+            [*command, *SMALL.split(), "--out", str(folder), "--save-every", "5"],
             env=os.environ | {"PYTHONPATH": path},
             stdout=log,
             stderr=subprocess.STDOUT,
