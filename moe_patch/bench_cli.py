@@ -188,15 +188,6 @@ def print_scaling(options: argparse.Namespace) -> None:
     rates, *others = map(scaling.read, options.scaling)
     network = options.network or scaling.NETWORK_GB_S
     header = ("", "GPUs", "share experts", "compute ms", "moved MB", "of it to hosts", "comm ms")
-        "",
-        "GPUs",
-        "share experts",
-        "compute ms",
-        "moved MB",
-        "of it to hosts",
-        "comm ms",
-        "share",
-    )
     title = (
         f"{rates.shape}, a layer's forward, {rates.tokens} tokens a GPU; rates of {rates.ranks} "
         f"GPUs, {scaling.HOST} a host, {network:g} GB/s between hosts (assumed)"

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from small import MORE, shrink
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -141,6 +142,8 @@ def step(model: nn.Module, times: int = 1) -> dict[str, Tensor | None]:
     for parameter in model.parameters():
         parameter.grad = None
     for i in range(times):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(i == times - 1)
         x = embedding[ids(i)].to(next(model.parameters()).dtype).requires_grad_()
         out = model(inputs_embeds=x, labels=ids(i), use_cache=False)
         out.loss.backward()
