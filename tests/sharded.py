@@ -37,7 +37,6 @@ from two_ranks import (
     assert_near,
     check,
     compare,
-    config,
     counted,
     engine,
     ids,
@@ -293,14 +292,12 @@ def parity_of_shards() -> None:
 @check()
 def no_plan() -> None:
     """transformers' own sentence again; and ours where its plan for Llama4 cannot work."""
-    families = ("granitemoe", "nemotron_h")  # 5.23 has a plan for the first
-    family = next(f for f in families if not getattr(config(f), "base_model_ep_plan", None))
-    folder = saved(family)
-    refused(ValueError, "ForCausalLM", "plan", call=lambda: load(folder, **engine("ep")))
-    folder = saved("llama4_text")
     if newest():
+        folder = saved("llama4_text")
         return refused(ValueError, "no `ep_plan`", call=lambda: load(folder, **engine("ep")))
-    report = moe_patch.patch(load(folder, **engine("ep")))
+    folder = saved("granitemoe")
+    refused(ValueError, "expert-parallel plan", call=lambda: load(folder, **engine("ep")))
+    report = moe_patch.patch(load(saved("llama4_text"), **engine("ep")), strict=False)
     assert not report.fused and "three values from a router" in str(report)
 
 
