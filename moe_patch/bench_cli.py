@@ -305,6 +305,7 @@ def _distributed(options: argparse.Namespace, progress: Progress) -> Done | pari
         if options.csv and os.environ["RANK"] == "0":  # minutes: what is there is kept
             write_csv(found, options.csv)
         progress.update(task, advance=1, description=row.task)
+    torch.distributed.destroy_process_group()
     return found, [], []
 
 

@@ -25,11 +25,8 @@ SMALL = "--layers 1 --hidden 128 --intermediate 64 --experts 8 --top-k 2"
 
 def launch(folder: Path, *checks: str, seconds: float, **environment: str) -> dict[str, str]:
     """Runs the checks on two ranks; {check: tracebacks} of what failed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = os.environ | environment
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     common |= {"SHARED": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(HERE / "sharded.py"), str(folder / "results"), *checks]
     logs = [(folder / f"log.{rank}").open("w") for rank in range(2)]
@@ -65,6 +62,12 @@ def launch(folder: Path, *checks: str, seconds: float, **environment: str) -> di
     return found
 
 
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 def test_two_processes(tmp_path):
     failures = launch(tmp_path, seconds=240, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
@@ -84,7 +87,7 @@ def test_a_killed_rank_ends_the_job(tmp_path):
 
 def kill_one_rank(folder: Path, seconds: float = 60) -> None:
     example = HERE.parent / "examples" / "train_distributed.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", free_port()]
     command += ["--nproc-per-node", "2", str(example), "--engine", "ep", "--steps", "100000"]
     path = os.pathsep.join([str(HERE.parent), *sys.path])
     with (folder / "log").open("w") as log:
