@@ -30,7 +30,7 @@ def with_adapters() -> None:
 
 def with_routers(model: nn.Module) -> None:
     """Adds the swaps of the routers in a model: which classes those are is asked, not listed."""
-    for cls in {type(module) for module in model.modules()}:
+    for cls in {wrapped.plain_class(module) for module in model.modules()}:
         routers.fused_class(cls)
 
 
@@ -41,4 +41,4 @@ for _family in FAMILIES:
         if not (error.name or "").startswith("transformers.models."):
             raise
 
-from . import routers  # noqa: E402  (it writes to SWAPS)
+from . import routers, wrapped  # noqa: E402  (routers writes to SWAPS)

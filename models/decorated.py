@@ -25,6 +25,7 @@ from ..experts import DTYPES, fused_experts
 from . import fp8
 from .gates import activation_of, has_own_gate, is_silu
 from .parts import by_parts, normalises, up_name
+from .wrapped import is_dtensor, replaced_forward
 
 NAME = "moe_patch"
 """Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
@@ -91,13 +92,6 @@ def why_not_fused(experts: nn.Module) -> str | None:
     return why_not_weights(experts) or why_not_form(experts)
 
 
-def replaced_forward(module: nn.Module) -> bool:
-    """Whether the instance carries a forward of its own, so that its class's is not what runs."""
-    own = vars(module)
-    forward = own.get("_old_forward", own.get("forward"))  # accelerate keeps the real one there
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
-
-
 def why_not_weights(experts: nn.Module) -> str | None:
     """None when the kernels can read the experts' weights, else the reason in one sentence."""
     name = up_name(experts)
@@ -106,7 +100,7 @@ def why_not_weights(experts: nn.Module) -> str | None:
         return f"there are no {name} and down_proj tensors: only stacked weights can be fused"
     if gate_up.is_meta and not hasattr(experts, "_hf_hook"):  # accelerate brings them when called
         return "the weights are on the meta device: patch after they are loaded"
-    if _is_dtensor(gate_up):  # local tensors by the time they are used, or HF's forward runs
+    if is_dtensor(gate_up):  # local tensors by the time they are used, or HF's forward runs
         return None
     return _why_not_read(experts, gate_up, down) or _why_not_shapes(experts, gate_up, down)
 
@@ -343,11 +337,3 @@ def warn_once(message: str) -> None:
 @functools.cache
 def _warn_uncompiled(message: str) -> None:
     warnings.warn(message, stacklevel=2)
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)

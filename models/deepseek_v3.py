@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
-from .decorated import replaced_forward, runs_fused
+from .decorated import runs_fused
 from .overlap import both, overlaps
 
 
@@ -23,13 +23,6 @@ class DeepseekV3MoE(hf.DeepseekV3MoE):
         _, top_k_weights, top_k_index = self.gate(hidden_states)
         rows = hidden_states.view(-1, hidden_states.shape[-1])
         return self.experts(rows, top_k_index, top_k_weights).view(hidden_states.shape)
-
-    @staticmethod
-    def why_not_fused(block: nn.Module) -> str | None:
-        """None when the class can be swapped, else the reason in one sentence."""
-        if replaced_forward(block):
-            return "the block's forward was replaced on the instance: patch before that"
-        return None
 
 
 SWAPS = {hf.DeepseekV3MoE: DeepseekV3MoE}

@@ -13,14 +13,9 @@ from transformers.models.llama4 import modeling_llama4 as hf
 
 from ..experts import fused_experts
 from ..routing import select_experts, sigmoid_scores
-from .decorated import (
-    low_rank_updates,
-    replaced_forward,
-    runs_fused,
-    why_not_silu,
-    why_not_weights,
-)
+from .decorated import low_rank_updates, runs_fused, why_not_silu, why_not_weights
 from .overlap import both
+from .wrapped import hooked_by_plan, replaced_forward
 
 
 class Llama4Router(hf.Llama4Router):
@@ -68,10 +63,7 @@ class Llama4TextExperts(hf.Llama4TextExperts):
     def why_not_fused(experts: nn.Module) -> str | None:
         """None when the class can be swapped, else the reason in one sentence."""
         if replaced_forward(experts):
-            return (
-                "the experts' forward was replaced on the instance (by tensor parallelism or "
-                "another patch): patch before that"
-            )
+            return "the experts' forward was replaced on the instance: patch before that"
         return why_not_weights(experts) or why_not_silu(experts.act_fn)
 
 
@@ -101,6 +93,11 @@ class Llama4TextMoe(hf.Llama4TextMoe):
         """None when the class can be swapped, else the reason in one sentence."""
         if replaced_forward(block):
             return "the block's forward was replaced on the instance: patch before that"
+        if hooked_by_plan(block.router):
+            return (
+                "transformers' expert parallelism expects three values from a router and Llama4's "
+                "returns two: load it with a tensor-parallel plan or FSDP"
+            )
         if _find(block.experts, hf.Llama4TextExperts) is None:
             found = type(block.experts).__name__
             return f"the experts are {found} (quantised?): only Llama4TextExperts can be fused"

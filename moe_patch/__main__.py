@@ -247,6 +247,9 @@ def _usage(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.scaling:
+        _usage(bench_cli.print_scaling, options)
+        return 0
     _usage(bench_cli.check, options)
     if _device() == "cpu":
         raise UsageError("bench needs a GPU: times of Triton's interpreter would mean nothing")

@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -24,14 +25,22 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from . import bench, bench_families, bench_fp8, bench_lora, bench_model, parity, shapes
-from .bench import OURS, Ceilings, Timing
-from .bench_families import FamilyTiming
-from .bench_fp8 import Fp8Timing
-from .bench_model import Rate
+from . import (
+    bench,
+    bench_distributed,
+    bench_families,
+    bench_fp8,
+    bench_lora,
+    bench_model,
+    bench_tables,
+    parity,
+    scaling,
+    shapes,
+)
+from .bench import Ceilings
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOKENS = (1, 64, 1024, 4096)
@@ -61,6 +70,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--tasks", nargs="+", choices=bench_model.TASKS, help="of that model; default: no training"
     )
     flag(
+        "--distributed", action="store_true",
+        help="time expert parallelism and FSDP2 instead, on the ranks that torchrun starts",
+    )  # fmt: skip
+    flag(
+        "--scaling", metavar="FILE", nargs="+", type=Path,
+        help="CSV files of --distributed: what its first makes of more GPUs, beside the others; "
+        "measures nothing",
+    )  # fmt: skip
+    flag("--network", metavar="GB/S", type=float, help="of a GPU to other hosts, for --scaling")
+    flag(
         "--lora", metavar="RANK", type=int, nargs="?", const=16,
         help="time a training step with PEFT's adapters on frozen experts instead (rank 16)",
     )  # fmt: skip
@@ -89,6 +108,24 @@ def check(options: argparse.Namespace) -> None:
             )
     ours = ("shape", "dtype", "mode", "graph", "no_eager", "no_compile", "png", "lora", "tokens")
     given = [f"--{name.replace('_', '-')}" for name in ours if getattr(options, name)]
+    if options.distributed:
+        own = ("--shape", "--tokens")
+        given = [name for name in given if name not in own]
+        given += ["--model-config"] * (options.model_config is not None)
+        given += ["--families"] * (options.families is not None)
+        if given:
+            raise ValueError(
+                f"--distributed times a model over ranks and takes no {given[0]}: run bench twice"
+            )
+        if len(options.shape) > 1 or len(options.tokens or ()) > 1:
+            raise ValueError("--distributed takes one --shape and one number of --tokens")
+        if options.shape and shapes.find(options.shape[0]).family != "qwen3_moe":
+            raise ValueError(f"--distributed is of Qwen3-MoE, and {options.shape[0]} is not")
+        if "RANK" not in os.environ:
+            raise ValueError(
+                "--distributed needs ranks: torchrun --nproc-per-node 2 -m moe_patch bench "
+                "--distributed"
+            )
     if options.families is not None:
         given = [name for name in given if name != "--tokens"]
         given += ["--model-config"] * (options.model_config is not None)
@@ -102,7 +139,7 @@ def check(options: argparse.Namespace) -> None:
                 f"--model-config times a whole model and takes no {given[0]}: run bench twice"
             )
         bench_model.read_config(options.model_config, options.layers)
-    elif options.layers is not None or options.tasks:
+    elif options.tasks or (options.layers is not None and not options.distributed):
         raise ValueError("--layers and --tasks are of a whole model: name its --model-config")
     trains = set(options.tasks or ()) & set(bench_model.TRAINING)
     needs_peft = options.lora is not None or trains
@@ -120,7 +157,9 @@ def run(options: argparse.Namespace) -> int:
     without a MoE."""
     failed: list[parity.ParityReport] = []
     with progress_bar() as progress:
-        if options.families is not None:
+        if options.distributed:
+            done = _distributed(options, progress)
+        elif options.families is not None:
             done = _families(options, progress, failed)
         elif "fp8" in (options.dtype or ()):
             done = _fp8(options, progress)
@@ -134,25 +173,49 @@ def run(options: argparse.Namespace) -> int:
         print("moe_patch: no times are shown, because parity fails", file=sys.stderr)
         return 1
     rows, ceilings, notes = done
+    if options.distributed and os.environ["RANK"] != "0":
+        return 0
     environment = parity.environment("cuda")
     if options.csv:
         write_csv(rows, options.csv)
     if options.png and rows:
-        figure(rows).savefig(options.png, dpi=120)
+        bench_tables.figure(rows).savefig(options.png, dpi=120)
     if options.json:
         text = to_json(rows, environment=environment, ceilings=ceilings, notes=notes)
         print(text) if options.json == "-" else Path(options.json).write_text(text + "\n")
     if options.json != "-":
         print("\n".join([f"moe_patch bench on {environment}", *map(str, ceilings)]))
         console = Console() if sys.stdout.isatty() else Console(width=120)
-        tables = _rate_tables if options.model_config else _timing_tables
-        tables = _family_table if options.families is not None else tables
-        for table in (_fp8_table if "fp8" in (options.dtype or ()) else tables)(rows):
+        tables = bench_tables.rate_tables if options.model_config else bench_tables.timing_tables
+        tables = bench_tables.family_table if options.families is not None else tables
+        tables = bench_tables.fp8_table if "fp8" in (options.dtype or ()) else tables
+        for table in (bench_tables.distributed_table if options.distributed else tables)(rows):
             console.print(table)
         print("".join(f"note: {note}\n" for note in notes), end="")
     for report in failed:
         print(report, file=sys.stderr)
     return 1 if failed else 0
+
+
+def print_scaling(options: argparse.Namespace) -> None:
+    """The tables of --scaling. Raises ValueError for a file that is not of --distributed."""
+    rates, *others = map(scaling.read, options.scaling)
+    network = options.network or scaling.NETWORK_GB_S
+    header = ("", "GPUs", "share experts", "compute ms", "moved MB", "of it to hosts", "comm ms")
+    title = (
+        f"{rates.shape}, a layer's forward, {rates.tokens} tokens a GPU; rates of {rates.ranks} "
+        f"GPUs, {scaling.HOST} a host, {network:g} GB/s between hosts (assumed)"
+    )
+    table = Table(*header, "share", "tokens/s", title=title, title_justify="left")
+    for layer in scaling.layers(rates, network_gb_s=network):
+        cells = [layer.way, f"{layer.ranks}", f"{layer.group}", f"{layer.compute_ms:.3f}"]
+        cells += [f"{layer.moved_mb:.1f}", f"{layer.network_mb:.1f}", f"{layer.comm_ms:.3f}"]
+        cells += [f"{layer.share:.0%}"]
+        table.add_row(*cells, f"{layer.tokens_s:.3g}")
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console.print(table)
+    for ranks, model, measured in scaling.checked(rates, others):
+        print(f"{ranks} GPUs: model {model:.3f} ms, measured {measured:.3f} ms")
 
 
 Done = tuple[Sequence[Any], list[Ceilings], list[str]]
@@ -256,6 +319,27 @@ def _fp8(options: argparse.Namespace, progress: Progress) -> Done | parity.Parit
     return timings, [], []
 
 
+def _distributed(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport:
+    name = options.shape[0] if options.shape else "qwen3_30b"
+    device, found = bench_distributed.start(), []
+    task = progress.add_task(f"{name}: parity", total=len(bench_distributed.TASKS))
+    for row in bench_distributed.measure(
+        shapes.find(name),
+        name,
+        tokens=(options.tokens or [bench_distributed.TOKENS])[0],
+        layers=options.layers or bench_distributed.LAYERS,
+        device=device,
+    ):
+        if isinstance(row, parity.ParityReport):
+            return row
+        found.append(row)
+        if options.csv and os.environ["RANK"] == "0":  # minutes: what is there is kept
+            write_csv(found, options.csv)
+        progress.update(task, advance=1, description=row.task)
+    torch.distributed.destroy_process_group()
+    return found, [], []
+
+
 def progress_bar() -> Progress:
     """How far it is, what is under way and for how long, on stderr; gone in the end."""
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
@@ -275,101 +359,3 @@ def to_json(rows: Iterable[Any], *, ceilings: Iterable[Ceilings] = (), **about: 
     """The rows and what they hold for: environment, ceilings, notes."""
     found = {"ceilings": [*map(asdict, ceilings)], "timings": [*map(asdict, rows)]}
     return json.dumps(about | found, indent=2)
-
-
-def _timing_tables(timings: Iterable[Timing]) -> Iterable[Table]:
-    for key, group in itertools.groupby(
-        timings, lambda t: (t.shape, t.dtype, t.mode, t.tokens, t.limit_ms)
-    ):
-        with_memory = key[2].startswith("backward")
-        header = ["", "ms", "p10 to p90", "TFLOP/s", "x limit"]
-        header += ["kept MB", "peak MB"] * with_memory
-        table = Table(
-            *header,
-            f"{OURS} is",
-            title="{}, {}, {}, {} tokens; limit {:.3f} ms".format(*key),
-            title_justify="left",
-        )
-        for t in group:
-            cells = [t.implementation, f"{t.ms:.3f}", f"{t.p10:.3f} to {t.p90:.3f}"]
-            cells += [f"{t.tflops:.0f}", f"{t.ms / t.limit_ms:.2f}"]
-            cells += [f"{t.kept_mb:.1f}", f"{t.peak_mb:.1f}"] if with_memory else []
-            cells.append("" if t.implementation == OURS else f"{t.speedup:.2f} x as fast")
-            table.add_row(*cells)
-        yield table
-
-
-def _rate_tables(rates: Sequence[Rate]) -> Iterable[Table]:
-    for key, group in itertools.groupby(rates, lambda r: (r.model, r.layers)):
-        header = ["", "batch", "prompt", "HF tokens/s", "patched tokens/s", "patched is"]
-        group = list(group)
-        with_memory = any(r.peak_gb is not None for r in group)
-        header += ["HF peak GB", "patched peak GB"] * with_memory
-        title = "{}, {} layers, random bfloat16 weights".format(*key)
-        table = Table(*header, title=title, title_justify="left")
-        for r in group:
-            cells = [r.task, f"{r.batch}", f"{r.prompt}", f"{r.hf_tokens_s:.4g}"]
-            cells += [f"{r.tokens_s:.4g}", f"{r.speedup:.2f} x as fast"]
-            cells += [f"{gb:.1f}" for gb in (r.hf_peak_gb, r.peak_gb) if gb is not None]
-            table.add_row(*cells)
-        yield table
-
-
-def _family_table(timings: Sequence[FamilyTiming]) -> Iterable[Table]:
-    """A line a family: how many times as fast as Hugging Face's default."""
-    columns = list(dict.fromkeys((t.mode, t.tokens) for t in timings))
-    header = (f"{mode} {tokens}" for mode, tokens in columns)
-    table = Table("family", "H, I, E, K", *header, title="x as fast as grouped_mm")
-    for (family, size), group in itertools.groupby(timings, lambda t: (t.family, t.size)):
-        found = {(t.mode, t.tokens): f"{t.speedup:.2f}" for t in group}
-        table.add_row(family, size, *(found.get(column, "") for column in columns))
-    yield table
-
-
-def _fp8_table(timings: Sequence[Fp8Timing]) -> Iterable[Table]:
-    header = ["", "", "ms", "p10 to p90", "TFLOP/s", "TB/s", f"{OURS} is"]
-    table = Table(*header, title="FP8, scales 1x128 and 128x128")
-    for t in timings:
-        cells = [f"{t.ms:.3f}", f"{t.p10:.3f} to {t.p90:.3f}", f"{t.tflops:.0f}", f"{t.tb_s:.2f}"]
-        speedup = "" if t.implementation == OURS else f"{t.speedup:.2f} x as fast"
-        table.add_row(t.row, t.implementation, *cells, speedup)
-    yield table
-
-
-def figure(timings: Sequence[Timing]) -> Figure:
-    """A row for each shape, dtype and mode: time and TFLOP/s over tokens, the limit dashed."""
-    from matplotlib.figure import Figure  # without pyplot: no display, no global state
-
-    def key(t: Timing) -> tuple[str, str, str]:
-        return t.shape, t.dtype, t.mode
-
-    def draw(points: dict[int, tuple[float, float]], axes: Sequence[Any], **style: Any) -> None:
-        tokens = sorted(points)
-        for axis, which in zip(axes, (0, 1)):
-            axis.plot(tokens, [points[t][which] for t in tokens], **style)
-
-    groups = dict.fromkeys(map(key, timings))
-    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(_names(timings)))}
-    drawing = Figure(figsize=(12, 4 * len(groups)), layout="constrained")
-    grid = drawing.subplots(len(groups), 2, squeeze=False)
-    for group, (left, right) in zip(groups, grid):
-        rows = [t for t in timings if key(t) == group]
-        for name in dict.fromkeys(_names(rows)):
-            points = {t.tokens: (t.ms, t.tflops) for t in rows if t.implementation == name}
-            width = 2.5 if name == OURS else 1.2
-            draw(points, (left, right), label=name, color=colors[name], lw=width, marker="o", ms=4)
-        limit = {t.tokens: (t.limit_ms, t.tflops * t.ms / t.limit_ms) for t in rows}
-        draw(limit, (left, right), label="limit", color="black", lw=1, ls="--")
-        for axis, what in ((left, "ms"), (right, "TFLOP/s")):
-            axis.set_xscale("log", base=2)
-            axis.set(title=", ".join(group), xlabel="tokens", ylabel=what)
-            axis.grid(alpha=0.3)
-            ticks = sorted({t.tokens for t in rows})
-            axis.set_xticks(ticks, [str(t) for t in ticks], minor=False)
-        left.set_yscale("log")
-        left.legend(fontsize="small")
-    return drawing
-
-
-def _names(timings: Iterable[Timing]) -> list[str]:
-    return [t.implementation for t in timings]

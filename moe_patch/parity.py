@@ -16,6 +16,7 @@ from .compare import Comparison
 from .law import Row, judge
 from .models.decorated import ENABLED
 from .models.fp8 import is_quantised
+from .models.wrapped import is_dtensor
 from .patcher import patch, unpatch
 from .shadow import plain_arithmetic, shadow
 
@@ -149,7 +150,8 @@ def check_parity(
             KL(HF float32 || HF) over 512 random tokens. Needs the memory of a float32 copy.
 
     Raises:
-        ValueError: no MoE block that can be patched, an unknown block, a wrong width or dtype.
+        ValueError: no MoE block that can be patched, an unknown block, a wrong width or dtype,
+            weights that are spread over ranks.
         RuntimeError: the kernels cannot run on the model's device.
     """
     if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
@@ -157,6 +159,11 @@ def check_parity(
     counts = [tokens] if isinstance(tokens, int) else tokens
     if counts is not None and (not counts or min(counts) < 1):
         raise ValueError(f"tokens is {tokens}: at least 1 token is needed")
+    if any(map(is_dtensor, model_or_block.parameters())):
+        raise ValueError(
+            f"{type(model_or_block).__name__} has weights spread over ranks (DTensors), and parity "
+            "is checked on one: check the same model, or a block of it, as it loads without a plan"
+        )
     patched = shadow(model_or_block)
     found = patch(patched)
     skipped = [f"{name} ({cls}): {reason}" for name, cls, reason in found.skipped]

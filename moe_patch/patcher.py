@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from . import ranks
 from .models import SWAPS, gates, with_adapters, with_routers
 from .models.decorated import (
+    ENABLED,
     ExpertsConfig,
     UndecoratedExperts,
     dispatches,
@@ -22,6 +24,7 @@ from .models.decorated import (
     restore_default,
     why_not_fused,
 )
+from .models.wrapped import plain_class, set_class
 
 LOOKS_LIKE_MOE = re.compile(r"(Experts|M[oO][eE](Block)?)$")
 """Names of classes whose modules are reported, fused or not."""
@@ -56,7 +59,8 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
 
     Parameters, buffers, hooks and the state_dict stay what and where they are. A block that cannot
     be fused is left as it is and listed in the report. Patching twice is patching once. While a
-    block is fused, `model.set_experts_implementation` does not change what it runs.
+    block is fused, `model.set_experts_implementation` does not change what it runs. Where ranks
+    hold shards of the model (DTensors), all of them have to patch it: each waits for the next.
 
     Args:
         model: a model of transformers, a module that holds one (PEFT's, DDP's), or a bare block.
@@ -65,19 +69,21 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
     Raises:
         ValueError: nothing matched and strict.
         TypeError: `model` is not an nn.Module.
+        RuntimeError: another rank that holds shards of the model does not patch it, or with other
+            versions.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch takes a torch.nn.Module, found {type(model).__name__}.")
     with_adapters()
     with_routers(model)
-    report, matched = PatchReport(), False
+    report, matched, changed = PatchReport(), False, False
     for block in _blocks(model):
         matched = matched or block.is_known()
-        cls, reason = type(block.module).__name__, block.why_not()
+        cls, reason = plain_class(block.module).__name__, block.why_not()
         if reason:
             report.skipped.append((block.name, cls, reason))
         else:
-            block.fuse()
+            changed = block.fuse() or changed
             report.fused.append(block.name)
             report.classes.append(cls)
     if strict and not matched:
@@ -86,6 +92,8 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
             f"{type(model).__name__} has no MoE block that can be fused, found {found or 'none'}: "
             f"supported are {_SUPPORTED}, and strict=False accepts a model without."
         )
+    if changed or not report.fused:
+        ranks.agree(model.parameters(), blocks=len(report.fused), MOE_PATCH=int(ENABLED))
     return report
 
 
@@ -98,8 +106,8 @@ def unpatch(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("config"), ExpertsConfig):
             module.config = module.config.original
-        if type(module) in originals:
-            _set_class(module, originals[type(module)])
+        if plain_class(module) in originals:
+            set_class(module, originals[plain_class(module)])
         vars(module).pop(gates.KNOWN, None)
     for module in model.modules():
         restore_default(module)
@@ -125,15 +133,21 @@ class _Block:
         reasons = (_why_not_part(m) or _why_not_routed(m) for m in self.module.modules())
         return next(filter(None, reasons), None)
 
-    def fuse(self) -> None:
+    def fuse(self) -> bool:
+        """Whether anything of it was not fused yet."""
+        changed = False
         for module in self.module.modules():
             if is_decorated(module) and not isinstance(module.config, ExpertsConfig):
                 module.config = ExpertsConfig(module.config)
                 gates.activation_of(module)  # now: a trace could not
-            elif type(module) in SWAPS:
-                _set_class(module, SWAPS[type(module)])
+            elif plain_class(module) in SWAPS:
+                set_class(module, SWAPS[plain_class(module)])
                 if isinstance(module, UndecoratedExperts):
                     gates.activation_of(module)
+            else:
+                continue
+            changed = True
+        return changed
 
 
 def _is_known(module: nn.Module) -> bool:
@@ -166,15 +180,8 @@ def _only_holds(block: _Block, blocks: Iterable[str]) -> bool:
 
 
 def _fused_class(module: nn.Module) -> type[nn.Module] | None:
-    return type(module) if type(module) in SWAPS.values() else SWAPS.get(type(module))
-
-
-def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    old = type(module).forward
-    module.__class__ = cls
-    for name in ("forward", "_old_forward"):  # where accelerate's hooks keep the class's forward
-        if getattr(vars(module).get(name), "__func__", None) is old:
-            setattr(module, name, cls.forward.__get__(module))
+    cls = plain_class(module)
+    return cls if cls in SWAPS.values() else SWAPS.get(cls)
 
 
 def _why_not_part(module: nn.Module) -> str | None:
@@ -192,11 +199,11 @@ def _why_not_routed(module: nn.Module) -> str | None:
 
 
 def _why_unknown(block: _Block) -> str:
-    for cls in (type(block.module), type(block.experts)):
+    for cls in (plain_class(block.module), plain_class(block.experts)):
         for base in cls.__mro__[1:]:
             if dispatches(base) or base in SWAPS:
                 return f"{_path(cls)} derives from {base.__name__}: only that class can be fused"
-    return f"{_path(type(block.experts))} is not a class that moe_patch knows"
+    return f"{_path(plain_class(block.experts))} is not a class that moe_patch knows"
 
 
 def _path(cls: type) -> str:

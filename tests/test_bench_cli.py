@@ -31,6 +31,10 @@ def run(capsys, *arguments):
         (["--layers", "2"], "--model-config"),
         (["--model-config", "x.json", "--shape", "tiny_qwen3"], "takes no --shape"),
         (["--model-config", "x.json", "--no-eager"], "takes no --no-eager"),
+        (["--distributed"], "torchrun --nproc-per-node 2"),
+        (["--distributed", "--graph"], "--distributed times a model over ranks and takes no"),
+        (["--distributed", "--shape", "llama4_scout"], "llama4_scout is not"),
+        (["--distributed", "--tokens", "1", "2"], "one number of --tokens"),
         (["--png", "no/such/folder/t.png"], "no folder for 'no/such/folder/t.png'"),
     ],
 )

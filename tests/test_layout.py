@@ -24,6 +24,7 @@ MAX_LINES = 450
 ARROWS = {
     "order": set(),
     "law": set(),
+    "ranks": {"", "models.*"},
     "shapes": set(),
     "reference": {"activation", "order"},
     "emulate": {"reference"},
@@ -59,7 +60,7 @@ ARROWS = {
         "routing",
         "kernels",
     },
-    "patcher": {"models", "models.*"},
+    "patcher": {"models", "models.*", "ranks"},
     "pretrained": {"models", "models.*", "patcher"},
 }
 # "" is the package itself, for its __version__.
@@ -71,7 +72,22 @@ ARROWS |= {
     "parity": BENEATH | {"compare", "shadow"},
     "bench": BENEATH | {"compare", "parity", "shadow"},
     "bench_cli": BENEATH
-    | {"bench", "bench_families", "bench_fp8", "bench_lora", "bench_model", "parity", "support"},
+    | {
+        "bench",
+        "bench_distributed",
+        "bench_families",
+        "bench_fp8",
+        "bench_lora",
+        "bench_model",
+        "bench_tables",
+        "parity",
+        "scaling",
+        "support",
+    },
+    "bench_tables": BENEATH
+    | {"bench", "bench_distributed", "bench_families", "bench_fp8", "bench_model"},
+    "scaling": {"shapes"},
+    "bench_distributed": BENEATH | {"parity"},
     "bench_families": BENEATH | {"bench", "parity", "shadow", "support"},
     "bench_fp8": BENEATH | {"bench", "fp8", "parity"},
     "bench_lora": BENEATH | {"bench", "parity", "shadow"},

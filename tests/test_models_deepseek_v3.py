@@ -62,11 +62,14 @@ def test_unpatch_puts_the_class_back(pair):
     assert type(patched) is hf.DeepseekV3MoE
 
 
-def test_a_forward_of_the_instance_is_left_alone(device):
+def test_a_block_with_a_forward_of_its_own_has_its_experts_fused(device):
     block = build(device)
-    block.forward = lambda x: x
-    report = moe_patch.patch(block, strict=False)
-    assert "replaced on the instance" in report.skipped[0][2] and type(block) is hf.DeepseekV3MoE
+    forward = block.forward
+    block.forward = lambda x: 2 * forward(x)
+    x = torch.randn(1, 3, block.config.hidden_size, device=device)
+    expected = block(x)
+    assert moe_patch.patch(block).fused == [""]
+    torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

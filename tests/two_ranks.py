@@ -1,0 +1,225 @@
+"""A model under an engine on two ranks, beside the same one whole: what sharded.py shares."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from small import MORE, shrink
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import moe_patch
+from moe_patch.models import decorated, llama4, qwen3_moe, routers
+
+ON_GPU = os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.device_count() > 1
+CHECKS: dict[str, Callable[[], None]] = {}
+QUICK: set[str] = set()
+"""Of these, what runs without GPUs: the others would take the interpreter longer than they tell."""
+LAYERS = 2 if ON_GPU else 1  # Triton's interpreter takes a second for a layer
+SUMS = 5e-5 if ON_GPU else 2e-6  # what their order makes of float32, at these sizes
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+
+
+def check(
+    *cases: str, quick: tuple[str, ...] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds a check; one for each case, if there are any, with the case as its argument."""
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        for case in cases:
+            CHECKS[f"{function.__name__}[{case}]"] = partial(function, case)
+        if not cases:
+            CHECKS[function.__name__] = function
+        chosen = cases if quick is None else quick
+        QUICK.update([f"{function.__name__}[{case}]" for case in chosen])
+        QUICK.update(() if cases else (function.__name__,))
+        return function
+
+    return add
+
+
+def config(family: str, **more):
+    hidden, inner, experts = (512, 256, 32) if ON_GPU else (32, 16, 4)
+    size = {
+        **dict.fromkeys(("hidden_size", "intermediate_size"), hidden),
+        **dict.fromkeys(("moe_intermediate_size", "intermediate_size_mlp"), inner),
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts),
+        "num_experts_per_tok": 4 if ON_GPU else 2,
+        "num_hidden_layers": LAYERS,
+        "max_position_embeddings": 1024,
+        "vocab_size": 96,
+    }
+    if family == "llama4_text":
+        size |= {"moe_layers": [*range(LAYERS)], "num_experts_per_tok": 1}
+    found = shrink(AutoConfig.for_model(family), MORE.get(family, {}) | size | more)
+    for name, value in vars(found).items():
+        if "layer" in name and isinstance(value, list):
+            setattr(found, name, value[:LAYERS])
+    return found
+
+
+def saved(family: str, **more) -> str:
+    """A folder with the model's file, every weight random; the same on all ranks."""
+    name = "-".join([family, *(f"{key}{value}" for key, value in more.items())])
+    folder = Path(os.environ["SHARED"]) / name
+    if not folder.exists():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config(family, **more)).float()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.05 if ON_GPU else 0.1)
+        if family == "deepseek_v3" and more.get("n_group") == 1:  # all tokens to the first half
+            for layer in model.model.layers:
+                bias = layer.mlp.gate.e_score_correction_bias
+                bias[: len(bias) // 2] += 10
+        distributed.barrier()
+        if distributed.get_rank() == 0:
+            model.save_pretrained(folder)
+        distributed.barrier()
+    return str(folder)
+
+
+def load(folder: str, dtype: torch.dtype = torch.float32, **more) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not more:
+            more = {"device_map": device()}
+        return AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=dtype, **more
+        )
+
+
+def device() -> str:
+    return f"cuda:{distributed.get_rank()}" if ON_GPU else "cpu"
+
+
+def newest() -> bool:
+    """Whether transformers has the mechanism with `ep_size` and dispatch by all-to-all."""
+    return hasattr(DistributedConfig, "efsdp_size")
+
+
+def engine(name: str) -> dict:
+    """Arguments of from_pretrained."""
+    if name == "tp":
+        sizes = {"tp_size": 2, "tp_plan": "auto"}
+    elif name == "ep":
+        sizes = {"tp_size": 2, "ep_size": 2} if newest() else {
+            "tp_size": 2, "tp_plan": "auto", "enable_expert_parallel": True}  # fmt: skip
+    elif name == "all_reduce":
+        sizes = {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}
+    elif name == "fsdp":
+        sizes = {"fsdp_size": 2}
+    else:  # fsdp and ep
+        sizes = {"fsdp_size": 2, "ep_size": 2}
+    return {"distributed_config": DistributedConfig(**sizes)}
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    """Of a tensor or of its shards, in float64."""
+    if tensor is None:
+        return None
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.detach().double()
+
+
+def ids(seed: int = 1) -> Tensor:
+    size = (2, 256) if ON_GPU else (1, 6)
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 90, size, generator=draw).to(device())
+
+
+def step(model: nn.Module, times: int = 1) -> dict[str, Tensor | None]:
+    """Logits, loss and all gradients, of the embedded input too; `times` steps accumulated."""
+    embedding = whole(model.get_input_embeddings().weight)
+    for parameter in model.parameters():
+        parameter.grad = None
+    for i in range(times):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(i == times - 1)
+        x = embedding[ids(i)].to(next(model.parameters()).dtype).requires_grad_()
+        out = model(inputs_embeds=x, labels=ids(i), use_cache=False)
+        out.loss.backward()
+    found = {"logits": out.logits, "loss": out.loss, "d_input": x.grad}
+    found |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: whole(tensor) for name, tensor in found.items()}
+
+
+def assert_near(
+    ours: dict[str, Tensor | None],
+    truth: dict[str, Tensor | None],
+    theirs: dict[str, Tensor | None] | None = None,
+    slack: float = 1.3,
+) -> None:
+    """In float32 up to the order of sums; else no further (rms) from float32's than theirs.
+
+    Over all tensors together the factor is `slack`; for one tensor it is 2, because near-ties in
+    the router make single tensors of two runs differ by chance.
+    """
+    assert ours.keys() == truth.keys()
+    total = [0.0, 0.0]
+    for name, t in truth.items():
+        o = ours[name]
+        assert (o is None) == (t is None), name
+        if t is None:
+            continue
+        assert o.shape == t.shape, name
+        assert o.isfinite().all(), name
+        scale = t.square().mean().sqrt().item()
+        error = (o - t).square().mean().sqrt().item()
+        if theirs is None:
+            assert error <= SUMS * scale or error <= 1e-9, f"{name}: {error} of {scale}"
+            continue
+        other = (theirs[name] - t).square().mean().sqrt().item()
+        eps = 2**-8
+        assert error <= 2 * other + eps * scale, f"{name}: {error}, HF's {other}, of {scale}"
+        if scale:
+            total = [total[0] + (error / scale) ** 2, total[1] + (other / scale) ** 2]
+    assert total[0] <= slack**2 * total[1], f"all tensors: {total[0]}, HF's {total[1]}"
+
+
+def truth_of(folder: str, times: int = 1) -> dict[str, Tensor | None]:
+    return step(load(folder, torch.float32), times)
+
+
+def compare(folder: str, name: str, times: int = 1) -> None:
+    """Patched against the whole model in float32, and on GPUs in bfloat16 against unpatched too."""
+    truth = truth_of(folder, times)
+    for dtype in (torch.float32, torch.bfloat16)[: 1 + ON_GPU]:
+        model = load(folder, dtype, **engine(name))
+        with counted() as calls:
+            theirs = step(model, times) if dtype != torch.float32 else None
+            assert not calls
+            report = moe_patch.patch(model)
+            assert len(report.fused) == LAYERS and not report.skipped, str(report)
+            ours = step(model, times)
+        assert sorted(calls) == ["experts"] * LAYERS * times + ["router"] * LAYERS * times
+        assert_near(ours, truth, theirs)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """Grows by a word for each of our functions that a block came to."""
+    places = [(decorated, "fused_experts", "experts"), (llama4, "fused_experts", "experts")]
+    places += [(module, "select_experts", "router") for module in (llama4, qwen3_moe, routers)]
+    originals = [getattr(module, name) for module, name, _ in places]
+    calls: list[str] = []
+    for (module, name, word), original in zip(places, originals):
+
+        def call(*args, original=original, word=word, **more):
+            calls.append(word)
+            return original(*args, **more)
+
+        setattr(module, name, call)
+    try:
+        yield calls
+    finally:
+        for (module, name, _), original in zip(places, originals):
+            setattr(module, name, original)
