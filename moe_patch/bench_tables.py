@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def timing_tables(timings: Iterable[Timing]) -> Iterable[Table]:
+    """One for each shape, dtype, mode and number of tokens; a line an implementation."""
     for key, group in itertools.groupby(
         timings, lambda t: (t.shape, t.dtype, t.mode, t.tokens, t.limit_ms)
     ):
@@ -41,6 +42,7 @@ def timing_tables(timings: Iterable[Timing]) -> Iterable[Table]:
 
 
 def rate_tables(rates: Sequence[Rate]) -> Iterable[Table]:
+    """Of a whole model, a line a task."""
     for key, group in itertools.groupby(rates, lambda r: (r.model, r.layers)):
         header = ["", "batch", "prompt", "HF tokens/s", "patched tokens/s", "patched is"]
         group = list(group)
@@ -68,6 +70,7 @@ def family_table(timings: Sequence[FamilyTiming]) -> Iterable[Table]:
 
 
 def fp8_table(timings: Sequence[Fp8Timing]) -> Iterable[Table]:
+    """A line a row and implementation."""
     header = ["", "", "ms", "p10 to p90", "TFLOP/s", "TB/s", f"{OURS} is"]
     table = Table(*header, title="FP8, scales 1x128 and 128x128")
     for t in timings:
@@ -78,6 +81,7 @@ def fp8_table(timings: Sequence[Fp8Timing]) -> Iterable[Table]:
 
 
 def distributed_table(rows: Sequence[Measured]) -> Iterable[Table]:
+    """A line a task, patched beside Hugging Face's."""
     header = ("", "HF ms", "patched ms", "HF tokens/s", "patched tokens/s", "patched is")
     first = rows[0]
     title = f"{first.shape}, {first.ranks} ranks, {first.tokens} tokens each, {first.transformers}"

@@ -13,7 +13,8 @@ import moe_patch.__main__ as command_line
 from moe_patch import bench, bench_cli
 from moe_patch.__main__ import main
 from moe_patch.bench import OURS, Result
-from moe_patch.bench_cli import figure, to_json, write_csv
+from moe_patch.bench_cli import to_json, write_csv
+from moe_patch.bench_tables import figure
 from moe_patch.parity import ParityReport, Row, Section
 
 

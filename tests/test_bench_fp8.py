@@ -1,0 +1,68 @@
+"""python -m moe_patch bench --dtype fp8, as far as it goes without a GPU."""
+
+import pytest
+import torch
+
+from moe_patch import __main__, bench_fp8, bench_tables, fp8, law, reference
+from moe_patch.bench_fp8 import Fp8Timing
+
+
+@pytest.mark.parametrize(
+    "more, found",
+    [
+        ("--mode backward", "--mode"),
+        ("--graph", "--graph"),
+        ("--dtype fp8 bf16", "other dtype"),
+        ("--shape qwen3_30b dsv3_ep32", "second shape"),
+    ],
+)
+def test_what_fp8_rows_do_not_take(more, found, capsys):
+    line = f"bench --dtype fp8 {more}"
+    assert __main__.main(line.split()) == 2
+    assert found in capsys.readouterr().err
+
+
+def test_a_line_a_timing():
+    timings = [
+        Fp8Timing("masked", "moe_patch", 0.06, 0.05, 0.07, 990.0, 2.0, 1.0),
+        Fp8Timing("masked", "other", 0.12, 0.11, 0.13, 495.0, 1.0, 2.0),
+    ]
+    (table,) = bench_tables.fp8_table(timings)
+    assert table.row_count == 2 and list(table.columns[6].cells) == ["", "2.00 x as fast"]
+
+
+def test_a_row_whose_parity_fails_is_not_timed(monkeypatch):
+    def never():
+        raise AssertionError("timed")
+
+    failed = law.Row("out", False, note="rms error 3 x HF's")
+    monkeypatch.setattr(bench_fp8, "environment", lambda _: "nowhere")
+    report = bench_fp8.bench_fp8(bench_fp8._Row("row", {"moe_patch": never}, 1, 1, lambda: failed))
+    assert not report.passed and "3 x HF's" in str(report)
+
+
+@pytest.mark.parametrize("factor, passed", [(1.0, True), (1.02, False)])
+def test_experts_are_judged_by_the_law(factor, passed):
+    torch.manual_seed(0)
+    stored = []
+    for n, k in ((256, 256), (256, 128)):
+        rows, scale = reference.quantize(torch.randn(4 * n, k) * k**-0.5)
+        scale = scale.view(4, n // 128, 128, -1).amax(2)
+        stored += [rows.view(4, n, k), scale]
+    x = torch.randn(200, 256).bfloat16()
+    weight, index = torch.randn(200, 4).softmax(-1).topk(2)
+    act = [
+        reference.dequantize(*reference.quantize(x.float())), *(
+            reference.dequantize(stored[i], stored[i + 1]) for i in (0, 2)
+        ),
+    ]  # fmt: skip
+    ours = torch.zeros(200, 256)
+    for expert in range(4):
+        token, choice = torch.where(index == expert)
+        rows = reference.glu(act[0][token] @ act[1][expert].T)
+        rows = reference.dequantize(*reference.quantize(rows)) @ act[2][expert].T
+        ours.index_add_(0, token, rows * weight[token, choice, None])
+    ours = (ours * factor).bfloat16()
+    assert fp8.blocks(256) == 2
+    row = bench_fp8._judge_experts("experts", ours, x, None, tuple(stored), index, weight)
+    assert row.passed is passed, row
