@@ -6,7 +6,6 @@ T tokens, H hidden size, I intermediate size, E experts, K choices a token.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +27,7 @@ from .shadow import (
     hugging_face,
     implementations,
     logical,
+    plain_arithmetic,
     projections,
     shadow,
     trained,
@@ -321,22 +321,6 @@ def _repeat(first: Run, second: Run) -> Row:
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(z.contiguous().view(torch.uint8) for z in (a, b)))
-
-
-@contextlib.contextmanager
-def plain_arithmetic() -> Iterator[None]:
-    """IEEE float32 products, no autocast, no inference mode; all of it put back afterwards."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
-        ):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 class Comparison:

@@ -6,8 +6,9 @@ it is.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -165,3 +166,19 @@ def hugging_face(block: nn.Module, implementation: str) -> nn.Module:
             experts.linear, implementation = linears[implementation], "eager"
         experts.config = ExpertsConfig(experts.config, implementation)
     return block
+
+
+@contextlib.contextmanager
+def plain_arithmetic() -> Iterator[None]:
+    """IEEE float32 products, no autocast, no inference mode; all of it put back afterwards."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
