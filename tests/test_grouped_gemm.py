@@ -183,6 +183,8 @@ def test_tiles_of_groups_are_those_of_the_sort(device, block_m):
             mine, its = mine[:used], its[:used]
         assert mine == its if name == "block_m" else torch.equal(mine, its), name
         assert name == "block_m" or mine.dtype == its.dtype, name
+    inside = ExpertOrder.of_groups(torch.tensor([2, 4], device=device), 6, block_m)
+    assert inside.slot_to_row.tolist() == [-1, -1, 2, 3, -1, -1]
 
 
 @pytest.mark.gpu
