@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .reference import dequantize, quantize
 
@@ -19,30 +20,22 @@ def rounded(x: Tensor) -> Tensor:
     return dequantize(*quantize(x))
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, scale_inv, quantised):
-        ctx.save_for_backward(weight, scale_inv)
-        if not quantised:
-            return F.linear(x, dequantize(weight, scale_inv, x.dtype))
-        return (rounded(x) @ dequantize(weight, scale_inv, torch.float32).mT).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, d_out):
-        return d_out @ dequantize(*ctx.saved_tensors, d_out.dtype), None, None, None
-
-
 def fp8_linear(
     x: Tensor, weight: Tensor, scale_inv: Tensor, activation_scale: Tensor | None = None
 ) -> Tensor:
     """x [R, K] times the FP8 weight [N, K] with scales [ceil(N / 128), ceil(K / 128)], x quantised
     too. Differentiable in x. In the place of HF's `FP8Experts.linear`, hence the last argument."""
-    return _Linear.apply(x, weight, scale_inv, True)
+    whole = dequantize(weight.detach(), scale_inv.detach(), torch.float32)
+    return (x + (rounded(x) - x).detach()).matmul(whole.mT).to(x.dtype)
 
 
 def dequantised_linear(
     x: Tensor, weight: Tensor, scale_inv: Tensor, activation_scale: Tensor | None = None
 ) -> Tensor:
     """The same with x as it is and the weight dequantised to x's dtype, as a model that was loaded
-    with `FineGrainedFP8Config(dequantize=True)` computes it."""
-    return _Linear.apply(x, weight, scale_inv, False)
+    with `FineGrainedFP8Config(dequantize=True)` computes it. Dequantised anew for the backward."""
+
+    def linear(x: Tensor) -> Tensor:
+        return F.linear(x, dequantize(weight.detach(), scale_inv.detach(), x.dtype))
+
+    return checkpoint(linear, x, use_reentrant=False, preserve_rng_state=False)

@@ -42,8 +42,8 @@ def _by_sort(
     """(out [T, H], pre-activation [S, 2I] or empty unless `save`, order buffer, x A^T of the two
     low-rank updates [S, R], empty without).
 
-    `extra` is nothing, or both updates' A and B, both biases and the scales of both (FP8) weights,
-    empty where there is none.
+    `extra` is nothing, or both updates' A and B and both biases, empty where there is none, and
+    then the scales of both weights where they are FP8.
     """
     x, weights = rows_contiguous(hidden_states), top_k_weights.contiguous()
     order, buffer = sort(top_k_index, gate_up_proj.shape[0], x.dtype)
@@ -79,7 +79,7 @@ def _biases(extra: list[Tensor]) -> list[Tensor | None]:
 
 def _scales(extra: list[Tensor]) -> list[Tensor | None]:
     """Of both FP8 weights, as kernels take them; None of others."""
-    return [s if s.numel() else None for s in extra[6:]] or [None, None]
+    return extra[6:] or [None, None]
 
 
 @op(lambda hidden_states, *_: hidden_states.new_empty(hidden_states.shape))
@@ -392,9 +392,9 @@ def fused_experts(
     none = None, None
     extra = [*(gate_up_low_rank or none), *(down_low_rank or none), gate_up_bias, down_bias]
     if scaled or any(tensor is not None for tensor in extra):
-        empty = x.new_empty(0)
-        extra = [empty if t is None else t.to(dtype) for t in extra]
-        extra += scales if scaled else (empty, empty)
+        # each its own: torch.compile refuses one tensor twice
+        extra = [x.new_empty(0) if t is None else t.to(dtype) for t in extra]
+        extra += scales if scaled else ()
     else:
         extra = []
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *extra)):

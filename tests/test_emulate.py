@@ -81,8 +81,8 @@ def rows(dtype, seed=0, tokens=64):
     "dtype,seed,tokens",
     [
         (torch.bfloat16, 0, 64),
-        (torch.float16, 1, 64),
-        (torch.bfloat16, 2, 9),
+        (torch.float16, 1, 32),
+        pytest.param(torch.bfloat16, 2, 9, marks=pytest.mark.gpu),
         pytest.param(torch.float16, 3, 1, marks=pytest.mark.gpu),  # many draws
     ],
 )
@@ -200,7 +200,7 @@ def test_kernels_obey_the_law(device, emulated, dtype):
 @pytest.mark.parametrize("worse,passes", [(1.0, True), (1.04, True), (1.07, False)])
 def test_how_much_worse_fp8_may_be(worse, passes):
     truth = torch.randn(64, 64, dtype=torch.float64)
-    error = 0.04 * torch.randn(64, 64)
+    error = 0.04 * torch.randn(64, 64, dtype=torch.float64)
     parts = [law.measure(truth + worse * error, [truth + error.flip(0)], truth)]
-    assert law.row("output", parts, torch.bfloat16, fp8=True).passed == passes
-    assert not law.row("output", parts, torch.bfloat16).passed, "the law of other experts"
+    assert law.row("output", parts, torch.float16, fp8=True).passed == passes
+    assert not law.row("output", parts, torch.float16).passed, "the law of other experts"

@@ -196,6 +196,8 @@ def assert_tiles(ours, other):
             mine, its = mine[:used], its[:used]
         assert mine == its if name == "block_m" else torch.equal(mine, its), name
         assert name == "block_m" or mine.dtype == its.dtype, name
+    inside = ExpertOrder.of_groups(torch.tensor([2, 4], device=device), 6, block_m)
+    assert inside.slot_to_row.tolist() == [-1, -1, 2, 3, -1, -1]
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from transformers.integrations import finegrained_fp8 as hf
 from transformers.integrations.moe import use_experts_implementation
 
 import moe_patch
-from moe_patch import emulate, kernels
+from moe_patch import emulate, kernels, reference
 from moe_patch.models import decorated, fp8
 from moe_patch.models.decorated import why_not_fused
 
@@ -212,6 +212,29 @@ def test_sentinels_and_a_nan_scale(device):
     out = module.to(device)(x.to(device), index.to(device), weights.to(device)).cpu()
     assert not out[:2].any()
     assert torch.equal(out.isnan().any(1), (index == 1).any(1))
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+def test_kernels_give_the_input_its_gradient(device, compiled):
+    """Though HF leaves `requires_grad` on FP8 weights and scales."""
+    module = experts(num_experts=2).to(device)
+    assert module.gate_up_proj.requires_grad and module.down_proj_scale_inv.requires_grad
+    moe_patch.patch(module)
+    x, index = torch.randn(2, 40, device=device, requires_grad=True), torch.tensor([[0], [1]])
+    index, weights = index.to(device), torch.rand(2, 1, device=device, requires_grad=True)
+    whole = [
+        reference.dequantize(*pair, torch.float32)
+        for pair in zip((module.gate_up_proj, module.down_proj), fp8.scales(module).values())
+    ]
+    whole = [each.detach() for each in whole]
+    if compiled:
+        torch._dynamo.reset()
+        module = torch.compile(module, fullgraph=True, backend="aot_eager")
+    outs = module(x, index, weights), reference.fused_experts(x, *whole, index, weights)
+    d_out = torch.randn(2, 40, device=device)
+    grads = [torch.autograd.grad(out, (x, weights), d_out) for out in outs]
+    for ours, other in zip((outs[0], *grads[0]), (outs[1], *grads[1])):
+        assert_close(ours, other)
 
 
 def test_a_card_without_fp8_tensor_cores_is_told(monkeypatch):
