@@ -312,16 +312,18 @@ def fp8_moe(
     dtype: torch.dtype = torch.float32,
     requantize: bool = True,
 ) -> Tensor:
-    """Twin of :func:`moe_patch.fp8.moe`, computed in `dtype`; without `requantize` only its inputs
-    are quantised."""
+    """Twin of :func:`moe_patch.fp8.moe`, computed in `dtype`; without `requantize` no activation
+    is quantised here."""
     index, weights = select_experts(
         router_logits, top_k, score="sigmoid", renormalize=True, dtype=torch.float32,
         scale=routed_scaling_factor, eps=1e-20, bias=correction_bias,
         num_groups=num_groups, top_groups=top_groups,
     )  # fmt: skip
-    if hidden_states_scale is None:
+    if hidden_states_scale is None and requantize:
         hidden_states, hidden_states_scale = quantize(hidden_states)
-    x = dequantize(hidden_states, hidden_states_scale, dtype)
+    x = hidden_states.to(dtype)
+    if hidden_states_scale is not None:
+        x = dequantize(hidden_states, hidden_states_scale, dtype)
     out = torch.zeros_like(x)
     for expert in range(len(down_proj)):
         token, choice = torch.where(index == local_expert_offset + expert)

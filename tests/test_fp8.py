@@ -194,7 +194,7 @@ def test_the_layer(device, tokens, experts, local, hidden, inner, first, quantis
     exact = reference.fp8_moe(*arguments, **options, dtype=torch.float64, requantize=False)
     assert rms(exact) > 0
     assert rms(found - exact) <= 1.1 * rms(twin - exact) + BOUND * rms(exact)
-    assert far(found, twin) < ROUNDED
+    assert far(found, twin) < 1.5 * ROUNDED  # one token is decoded, and not quantised
     assert bool((found[(twin == 0).all(1)] == 0).all())  # tokens without a local expert
 
 

@@ -13,6 +13,8 @@ import torch
 from small import MORE, shrink
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -126,8 +128,19 @@ def whole(tensor: Tensor | None) -> Tensor | None:
     """Of a tensor or of its shards, in float64."""
     if tensor is None:
         return None
-    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if isinstance(tensor, DTensor):
+        (place,) = tensor.placements
+        strided = isinstance(place, _StridedShard)  # gate and up apart: torch 2.11 cannot gather it
+        tensor = _gathered(tensor, place) if strided else tensor.full_tensor()
     return tensor.detach().double()
+
+
+def _gathered(tensor: DTensor, place: _StridedShard) -> Tensor:
+    local = tensor.to_local().detach().contiguous()
+    parts = [torch.empty_like(local) for _ in range(tensor.device_mesh.size())]
+    distributed.all_gather(parts, local, group=tensor.device_mesh.get_group())
+    pieces = zip(*(part.chunk(place.split_factor, place.dim) for part in parts))
+    return torch.cat([piece for group in pieces for piece in group], place.dim)
 
 
 def ids(seed: int = 1) -> Tensor:
