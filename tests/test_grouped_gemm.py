@@ -180,7 +180,9 @@ def test_tiles_of_groups_are_those_of_the_sort(device, block_m):
     assert_tiles(ours, reference.sort_tokens(index, 5, block_m))
 
 
-@pytest.mark.parametrize("offsets", [[2, 4, 4, 6], [0, 4, 2, 99], [3, 3, 7, 20], [-5, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize(
+    "offsets", [[2, 4, 4, 6], [0, 4, 2, 99], [3, 3, 7, 20], [-5, 0, 0, 0]], ids=str
+)
 def test_tiles_of_any_offsets_are_their_twins(device, offsets):
     buffer = torch.empty(ExpertOrder.numel(21, 3, 4), dtype=torch.int32, device=device)
     offsets = torch.tensor(offsets, device=device)
