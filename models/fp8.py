@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
-from ..checks import FP8, SCALES
+from ..scaled import E4M3, SCALES
 from .gates import activation_of
 from .parts import up_name
 
@@ -24,8 +24,8 @@ def why_not(experts: nn.Module, up: Tensor, down: Tensor) -> str | None:
     """None when `fused_experts` takes these quantised experts, else the reason in one sentence."""
     if up.dtype == torch.int8 or down.dtype == torch.int8:
         return "the weights are FP4: FP8 with blocks of 128 x 128 can be fused"
-    if up.dtype != FP8 or down.dtype != FP8:
-        return f"the weights are {up.dtype} and {down.dtype}: {FP8} is needed"
+    if up.dtype != E4M3 or down.dtype != E4M3:
+        return f"the weights are {up.dtype} and {down.dtype}: {E4M3} is needed"
     block = experts.block_size
     if block is None or tuple(block) != (128, 128):
         size = "one scale a weight" if block is None else f"blocks of {block[0]} x {block[1]}"

@@ -16,6 +16,7 @@ from . import fp8, law, reference, shapes
 from .bench import OURS, free, times
 from .experts import fused_experts
 from .parity import ParityReport, Section, environment
+from .scaled import E4M3
 
 CONTIGUOUS = [(4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 7168, 2048)]  # G, M, N, K
 MASKED = [(4, 256, 4096, 7168), (4, 256, 7168, 2048)]
@@ -93,7 +94,7 @@ def bench_fp8(row: _Row, *, budget_ms: float = 400.0) -> list[Fp8Timing] | Parit
 def weights(groups: int, n: int, k: int, *, seed: int, std: float = 0.02) -> tuple[Tensor, Tensor]:
     """Random e4m3 [G, N, K] and their scales, a group at a time."""
     draw = torch.Generator("cuda").manual_seed(seed)
-    q = torch.empty(groups, n, k, dtype=fp8.E4M3, device="cuda")
+    q = torch.empty(groups, n, k, dtype=E4M3, device="cuda")
     scale = torch.empty(groups, n // 128, k // 128, device="cuda")
     for g in range(groups):
         blocks = torch.randn(n // 128, 128, k // 128, 128, generator=draw, device="cuda") * std

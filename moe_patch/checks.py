@@ -7,9 +7,7 @@ from torch import Tensor
 
 from .grouped import DTYPES
 from .kernels import require
-
-FP8 = torch.float8_e4m3fn
-SCALES = (torch.float32, torch.float8_e8m0fnu)
+from .scaled import E4M3, check_scaled
 
 
 def check(
@@ -60,10 +58,10 @@ def check(
         "gate_up_proj": (gate_up_proj, gate_up_scale_inv),
         "down_proj": (down_proj, down_scale_inv),
     }
-    fp8 = any(z is not None and z.dtype == FP8 for pair in scales.values() for z in pair)
+    fp8 = any(z is not None and z.dtype == E4M3 for pair in scales.values() for z in pair)
     if fp8 or gate_up_scale_inv is not None or down_scale_inv is not None:
         for name, pair in scales.items():
-            _check_scaled(name, *pair)
+            check_scaled(name, *pair)
     elif gate_up_proj.dtype not in DTYPES or gate_up_proj.dtype != down_proj.dtype:
         raise TypeError(
             f"gate_up_proj is {gate_up_proj.dtype} and down_proj {down_proj.dtype}: both must be "
@@ -94,26 +92,3 @@ def check(
         found = ", ".join(str(tensor.device) for tensor in tensors)
         raise ValueError(f"all tensors must be on one device, found {found}.")
     require(hidden_states.device)
-
-
-def _check_scaled(name: str, weight: Tensor, scale: Tensor | None) -> None:
-    """An FP8 weight [E, N, K] and the scales of its 128 x 128 blocks."""
-    scale_name = f"{name.removesuffix('_proj')}_scale_inv"
-    if weight.dtype != FP8:
-        raise TypeError(f"{name} is {weight.dtype}: with scales both weights must be {FP8}.")
-    if scale is None:
-        raise ValueError(f"{name} is {weight.dtype} and has no scales: pass {scale_name}.")
-    if scale.dtype not in SCALES:
-        raise TypeError(f"{scale_name} is {scale.dtype}: float32 or float8_e8m0fnu is needed.")
-    experts, n, k = weight.shape
-    blocks = (experts, -(-n // 128), -(-k // 128))
-    if scale.shape != blocks:
-        raise ValueError(
-            f"{scale_name} must be {list(blocks)}, one scale for each 128 x 128 block of {name} "
-            f"{list(weight.shape)}, found {list(scale.shape)}."
-        )
-    for which, tensor in ((name, weight), (scale_name, scale)):
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise ValueError(
-                f"{which} wants a gradient, and FP8 weights are frozen: pass {which}.detach()."
-            )

@@ -16,13 +16,7 @@ from .grouped import rows_contiguous
 from .kernels import on_device, op, require
 from .order import ExpertOrder
 from .routing import select_experts
-
-E4M3 = torch.float8_e4m3fn
-
-
-def blocks(n: int) -> int:
-    """Blocks of 128 that n columns or rows fill."""
-    return -(-n // 128)
+from .scaled import E4M3, SCALES, blocks, check_scaled
 
 
 def _require(device: torch.device) -> None:
@@ -41,7 +35,7 @@ def _check(name: str, x: Tensor, scale: Tensor, dims: int, scale_shape: tuple[in
                         f"{tuple(x.shape)}.")  # fmt: skip
     if not x.is_contiguous():
         raise ValueError(f"{name} has strides {x.stride()}: call .contiguous() first.")
-    if scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+    if scale.dtype not in SCALES:
         raise TypeError(f"{name}'s scale is {scale.dtype}, use float32 or float8_e8m0fnu.")
     if tuple(scale.shape) != scale_shape:
         raise ValueError(
@@ -54,10 +48,13 @@ def _check(name: str, x: Tensor, scale: Tensor, dims: int, scale_shape: tuple[in
 
 def _weight(name: str, weight: Tensor, scale: Tensor) -> Tensor:
     """Its scales as kernels read them."""
-    shape = tuple(weight.shape)
-    if len(shape) == 3:
-        shape = (shape[0], blocks(shape[1]), blocks(shape[2]))
-    _check(name, weight, scale, 3, shape)
+    if weight.dim() != 3:
+        raise ValueError(f"{name} must be [groups, N, K], found {tuple(weight.shape)}.")
+    check_scaled(name, weight, scale)
+    if not weight.is_contiguous():
+        raise ValueError(f"{name} has strides {weight.stride()}: call .contiguous() first.")
+    if scale.device != weight.device:
+        raise ValueError(f"{name} is on {weight.device} and its scale on {scale.device}.")
     return _plain(scale)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from . import kernels
 from .kernels import on_device, op, require
 from .order import ExpertOrder
+from .scaled import E4M3, check_scaled
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -54,23 +55,37 @@ def sort(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[Exp
     ), buffer
 
 
-def _fake_gemm(x, weight, order, block_m, gather, scatter):
+def _fake_gemm(x, weight, order, block_m, gather, scatter, scale=None):
     return x.new_empty(order[1].numel(), weight.shape[1])
 
 
 @op(_fake_gemm)
 def _grouped_gemm(
-    x: Tensor, weight: Tensor, order: list[Tensor], block_m: int, gather: int, scatter: bool
+    x: Tensor,
+    weight: Tensor,
+    order: list[Tensor],
+    block_m: int,
+    gather: int,
+    scatter: bool,
+    scale: Tensor | None = None,
 ) -> Tensor:
+    x = rows_contiguous(x)
     with on_device(x.device):
-        out = x.new_zeros(order[1].numel(), weight.shape[1])  # rows of dropped slots stay zero
         order = ExpertOrder(*order, block_m=block_m)
+        by_group = scale is not None and not gather and not scatter
+        if by_group and weight.is_contiguous() and kernels.fp8_gemm.runs(x.device):
+            rows, row_scale = kernels.quantize.quantize(x)
+            scale = scale.float().contiguous()
+            out = x.new_empty(len(x), weight.shape[1])
+            kernels.fp8_gemm.fp8_gemm(rows, row_scale, weight, scale, order, out=out)
+            return kernels.groups.zero_rest(out, order)
+        out = x.new_zeros(order.row_to_slot.numel(), weight.shape[1])  # dropped slots stay zero
         return kernels.grouped_gemm.grouped_gemm(
-            rows_contiguous(x), weight, order, gather=gather, scatter=scatter, out=out
+            x, weight, order, gather=gather, scatter=scatter, out=out, scale=scale
         )
 
 
-def _fake_gemm_backward(d_out, x, weight, order, block_m, gather, scatter, need):
+def _fake_gemm_backward(d_out, x, weight, order, block_m, gather, scatter, need, scale=None):
     d_weight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
     return x.new_empty(x.shape if need[0] else 0), d_weight
 
@@ -85,6 +100,7 @@ def _grouped_gemm_backward(
     gather: int,
     scatter: bool,
     need: list[bool],
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     with on_device(x.device):
         order = ExpertOrder(*order, block_m=block_m)
@@ -94,8 +110,9 @@ def _grouped_gemm_backward(
         if need[0]:
             rows = d_out.new_zeros(d_out.shape[0], x.shape[1])
             kernels.grouped_gemm.grouped_gemm(
-                d_out, weight.transpose(1, 2), order, gather=int(scatter), out=rows
-            )
+                d_out, weight.transpose(1, 2), order, gather=int(scatter), out=rows,
+                scale=None if scale is None else scale.transpose(1, 2),
+            )  # fmt: skip
             d_x = kernels.combine.combine(rows, order.slot_to_row, gather) if gather else rows
         if need[1] and gather:
             kernels.dw.dw(x, d_out, order, gather=gather, out=d_weight.transpose(1, 2))
@@ -106,18 +123,18 @@ def _grouped_gemm_backward(
 
 class _GroupedGemm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, block_m, gather, scatter, *order):
-        ctx.save_for_backward(x, weight, *order)
+    def forward(ctx, x, weight, scale, block_m, gather, scatter, *order):
+        ctx.save_for_backward(x, weight, scale, *order)
         ctx.options = (block_m, gather, scatter)
-        return _grouped_gemm(x, weight, list(order), block_m, gather, scatter)
+        return _grouped_gemm(x, weight, list(order), block_m, gather, scatter, scale)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
-        x, weight, *order = ctx.saved_tensors
+        x, weight, scale, *order = ctx.saved_tensors
         need = list(ctx.needs_input_grad[:2])
-        d_x, d_weight = _grouped_gemm_backward(d_out, x, weight, order, *ctx.options, need)
-        none = (None,) * (3 + len(order))
+        d_x, d_weight = _grouped_gemm_backward(d_out, x, weight, order, *ctx.options, need, scale)
+        none = (None,) * (4 + len(order))
         return d_x if need[0] else None, d_weight if need[1] else None, *none
 
 
@@ -202,6 +219,8 @@ def group_order(
     from .kernels.tiles import block_m  # torch.compile follows this, and no look-up in `kernels`
 
     height = block_m(num_rows, groups, weight.dtype)
+    if weight.dtype == E4M3:
+        height = kernels.fp8_gemm.height(num_rows, groups, weight.device)
     buffer = _group_order(offsets, num_rows, height)
     return ExpertOrder.view(buffer, num_rows, groups, height)
 
@@ -228,6 +247,7 @@ def grouped_gemm(
     offsets: Tensor | None = None,
     gather: bool = False,
     scatter: bool = False,
+    weight_scale_inv: Tensor | None = None,
 ) -> Tensor:
     """One expert projection: row r of the result is x[r] @ weight[expert of r]^T.
 
@@ -245,6 +265,10 @@ def grouped_gemm(
         offsets: [G + 1] int32 or int64 instead: rows offsets[g] .. offsets[g + 1] - 1 are of g.
         gather: fuse the permutation into expert order into the read of x; needs an order.
         scatter: fuse the permutation back into the write: the result is in slot order; needs one.
+        weight_scale_inv: [E, ceil(N / 128), ceil(K / 128)], float32 or float8_e8m0fnu: the weight
+            is float8_e4m3fn and frozen, each of its 128 x 128 blocks to be multiplied by its
+            scale. Without gather and scatter x is quantised too, 1 x 128, where the card has FP8
+            products; its gradient is that of dO W with dO as it is.
 
     Returns:
         [S, N], rows of dropped slots and of no group zero. Differentiable in x and weight, once.
@@ -268,10 +292,13 @@ def grouped_gemm(
             f"grouped_gemm takes x [rows, K] and weight [E, N, K], found {tuple(x.shape)} and "
             f"{tuple(weight.shape)}."
         )
-    if x.dtype not in DTYPES or x.dtype != weight.dtype:
+    scaled = weight_scale_inv is not None or weight.dtype == E4M3
+    if scaled:
+        check_scaled("weight", weight, weight_scale_inv)
+    if x.dtype not in DTYPES or not scaled and x.dtype != weight.dtype:
         raise TypeError(
             f"x is {x.dtype} and weight {weight.dtype}: both must be the same one of bfloat16, "
-            "float16 and float32."
+            "float16 and float32, or the weight float8_e4m3fn with scales."
         )
     require(x.device)
     if order is None:
@@ -289,5 +316,5 @@ def grouped_gemm(
     fields = order.tensors()
     options = (order.block_m, top_k if gather else 0, scatter)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _GroupedGemm.apply(x, weight, *options, *fields)
-    return _grouped_gemm(x, weight, list(fields), *options)
+        return _GroupedGemm.apply(x, weight, weight_scale_inv, *options, *fields)
+    return _grouped_gemm(x, weight, list(fields), *options, weight_scale_inv)

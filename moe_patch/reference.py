@@ -193,8 +193,11 @@ def grouped_gemm(
     offsets: Tensor | None = None,
     gather: bool = False,
     scatter: bool = False,
+    weight_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    """Twin of :func:`moe_patch.experts.grouped_gemm`."""
+    """Twin of :func:`moe_patch.experts.grouped_gemm`; x is not quantised."""
+    if weight_scale_inv is not None:
+        weight = dequantize(weight, weight_scale_inv, x.dtype)
     if m_sizes is not None:
         offsets = F.pad(m_sizes.clamp(min=0).cumsum(0), (1, 0))
     if order is None:

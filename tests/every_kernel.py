@@ -12,7 +12,7 @@ import itertools
 import torch
 from ops import assert_close, gradients, in_double, in_fp8, moe
 
-from moe_patch import reference
+from moe_patch import fp8, reference
 from moe_patch.activation import Activation
 from moe_patch.experts import expert_order, fused_experts, grouped_gemm
 from moe_patch.routing import select_experts
@@ -120,6 +120,25 @@ def main() -> None:
         weight = torch.randn(4, 72, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
         rows = grouped_gemm(x, weight, m_sizes=torch.tensor(groups, device=device))
         rows.sum().backward()
+    for n, k, sizes in ((256, 208, [130, 0, 70, 3]), (200, 128, [1, 64, 0, 9])):
+        draws = torch.randn(4, -(-n // 128), 128, -(-k // 128), 128, device=device)
+        scale = draws.abs().amax((2, 4)) / 448
+        weight = (draws / scale[:, :, None, :, None]).flatten(3).flatten(1, 2)[:, :n, :k]
+        weight = weight.contiguous().to(torch.float8_e4m3fn)
+        x = torch.randn(220, k, device=device, dtype=torch.bfloat16, requires_grad=True)
+        by = {"m_sizes": torch.tensor(sizes, device=device), "weight_scale_inv": scale}
+        grouped_gemm(x, weight, **by).sum().backward()
+        rows, row_scale = fp8.quantize(x.detach())
+        rows, row_scale = rows.view(4, 55, k), row_scale.reshape(4, 55, -1)
+        counts = torch.tensor([0, 1, 55, 99], dtype=torch.int32, device=device)
+        found = fp8.masked_grouped_gemm(rows, row_scale, weight, scale, counts)
+        truth = reference.dequantize(rows[2], row_scale[2], torch.float64)
+        truth = truth @ reference.dequantize(weight[2], scale[2], torch.float64).T
+        assert_close(found[2], truth, torch.bfloat16)
+    for tokens in (1, 40, 300):  # decoded, and in FP8
+        arguments = in_fp8(moe(device, torch.bfloat16, tokens, 256, 128, 8, 2, grad=False))
+        out, truth = fused_experts(**arguments), reference.fused_experts(**in_double(arguments))
+        assert (out - truth).square().mean() < 0.05**2 * truth.square().mean()
     for size in ((1, 128, 64, 8, 2), (2, 97, 41, 64, 8)):
         arguments = moe(device, torch.bfloat16, *size, routing="sentinel", grad=False)
         truth = reference.fused_experts(**in_double(arguments))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_patch import __main__, bench_fp8, bench_tables, fp8, law, reference
+from moe_patch import __main__, bench_fp8, bench_tables, law, reference
 from moe_patch.bench_fp8 import Fp8Timing
 
 
@@ -63,6 +63,5 @@ def test_experts_are_judged_by_the_law(factor, passed):
         rows = reference.dequantize(*reference.quantize(rows)) @ act[2][expert].T
         ours.index_add_(0, token, rows * weight[token, choice, None])
     ours = (ours * factor).bfloat16()
-    assert fp8.blocks(256) == 2
     row = bench_fp8._judge_experts("experts", ours, x, None, tuple(stored), index, weight)
     assert row.passed is passed, row

@@ -5,9 +5,9 @@ import torch
 
 from moe_patch import fp8, reference
 from moe_patch.activation import Activation
-from moe_patch.experts import fused_experts
+from moe_patch.experts import fused_experts, grouped_gemm
+from moe_patch.scaled import E4M3, blocks
 
-E4M3 = torch.float8_e4m3fn
 # e4m3 rounds at 2**-4; honest float32 sums rounded to bfloat16 stay under 0.7 * 2**-7
 BOUND, ROUNDED = 0.7 * 2**-7, 2**-5
 
@@ -19,7 +19,7 @@ def draw(device, *shape, seed=0, std=1.0):
 
 def weights(device, groups, n, k, seed=1):
     """e4m3 [G, N, K] and scales, blocks of different magnitudes."""
-    n_blocks, k_blocks = fp8.blocks(n), fp8.blocks(k)
+    n_blocks, k_blocks = blocks(n), blocks(k)
     size = draw(device, groups, n_blocks, k_blocks, seed=seed + 1).exp()
     wide = draw(device, groups, n_blocks, 128, k_blocks, 128, seed=seed)
     wide = wide * size[:, :, None, :, None] * k**-0.5
@@ -88,6 +88,36 @@ def test_contiguous_groups(device, counts, n, k):
     assert torch.equal(found, fp8.grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, offsets))
     other = fp8.grouped_gemm(lhs, lhs_scale.contiguous(), rhs, rhs_scale, offsets)
     assert torch.equal(found, other)  # any strides
+
+
+GROUPS = [  # rows a group, rows, N, K
+    ([9, 0, 14], 25, 256, 200),
+    pytest.param([700, 0, 300, 24], 1100, 4096, 7168, marks=pytest.mark.gpu),
+    pytest.param([512] * 8, 4096, 7168, 2048, marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("sizes, rows, n, k", GROUPS)
+def test_groups_of_frozen_weights_and_their_input_gradient(device, sizes, rows, n, k):
+    weight, scale = weights(device, len(sizes), n, k)
+    dtype = torch.float32 if str(device) == "cpu" else torch.bfloat16
+    x = draw(device, rows, k).to(dtype).requires_grad_()
+    by = {"m_sizes": torch.tensor(sizes, device=device), "weight_scale_inv": scale}
+    out = grouped_gemm(x, weight, **by)
+    exact = x.detach().double().requires_grad_()
+    truth = reference.grouped_gemm(exact, weight, **by)
+    rounded = reference.dequantize(*reference.quantize(x.detach()), torch.float64)
+    twin = reference.grouped_gemm(rounded, weight, **by)
+    assert out.dtype == dtype and far(out, twin) < BOUND < far(out, truth.detach())
+    assert not bool(out[sum(sizes) :].any())
+    d_out = draw(device, rows, n, seed=7).to(dtype)
+    found = torch.autograd.grad(out, x, d_out)[0]
+    expected = torch.autograd.grad(truth, exact, d_out.double())[0]
+    assert far(found, expected) < BOUND  # with the weights as they are stored, and dO as it is
+    with pytest.raises(ValueError, match="has no scales"):
+        grouped_gemm(x, weight, m_sizes=by["m_sizes"])
+    with pytest.raises(ValueError, match="FP8 weights are frozen"):
+        grouped_gemm(x, weight.requires_grad_(), **by)
 
 
 def test_offsets_past_the_rows_are_cut_off(device):
@@ -261,7 +291,7 @@ def test_bad_input_is_named(device):
 
     refused("lhs must be 2-dimensional float8_e4m3fn", lhs.float(), lhs_scale, rhs, rhs_scale, offsets)  # fmt: skip # noqa: E501
     refused("needs a scale", lhs, lhs_scale[:, :1], rhs, rhs_scale, offsets)
-    refused("needs a scale", lhs, lhs_scale, rhs, rhs_scale[:, :, :1], offsets)
+    refused("must be .2, 1, 2.", lhs, lhs_scale, rhs, rhs_scale[:, :, :1], offsets)
     refused("scale is torch.float16", lhs, lhs_scale.half(), rhs, rhs_scale, offsets)
     refused("strides", lhs.t().contiguous().t(), lhs_scale, rhs, rhs_scale, offsets)
     refused("offsets must be", lhs, lhs_scale, rhs, rhs_scale, offsets[:2])

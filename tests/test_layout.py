@@ -32,9 +32,10 @@ ARROWS = {
     "accumulate": set(),
     "activation": set(),
     "low_rank": set(),
-    "grouped": {"kernels", "kernels.*", "order"},
-    "checks": {"grouped", "kernels"},
-    "fp8": {"activation", "grouped", "kernels", "kernels.*", "order", "routing"},
+    "scaled": set(),
+    "grouped": {"kernels", "kernels.*", "order", "scaled"},
+    "checks": {"grouped", "kernels", "scaled"},
+    "fp8": {"activation", "grouped", "kernels", "kernels.*", "order", "routing", "scaled"},
     "experts": {
         "accumulate",
         "activation",
@@ -52,7 +53,7 @@ ARROWS = {
         "models",
         "models.*",
         "activation",
-        "checks",
+        "scaled",
         "experts",
         "grouped",
         "low_rank",
@@ -89,7 +90,7 @@ ARROWS |= {
     "scaling": {"shapes"},
     "bench_distributed": BENEATH | {"parity"},
     "bench_families": BENEATH | {"bench", "parity", "shadow", "support"},
-    "bench_fp8": BENEATH | {"bench", "fp8", "parity"},
+    "bench_fp8": BENEATH | {"bench", "fp8", "parity", "scaled"},
     "bench_lora": BENEATH | {"bench", "parity", "shadow"},
     "bench_model": BENEATH | {"bench"},
     "support": BENEATH | {"activation"},
@@ -110,11 +111,15 @@ THIRD_PARTY = {
     "low_rank": {"torch"},
     "grouped": {"torch"},
     "checks": {"torch"},
+    "scaled": {"torch"},
     "experts": {"torch"},
     "routing": {"torch"},
     "models": {"torch", "transformers", "peft"},
 }
-HOT = ("kernels", "accumulate", "checks", "experts", "grouped", "low_rank", "routing", "models")
+HOT = (
+    "kernels", "accumulate", "checks", "experts", "fp8", "grouped", "low_rank", "routing", "scaled",
+    "models",
+)  # fmt: skip
 SYNCHRONISES = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "masked_select"}
 
 
