@@ -183,7 +183,7 @@ def mixed_precision() -> None:
     assert_near(ours, truth_of(folder), theirs)
 
 
-@check("fsdp", "ep", "both", quick=("fsdp",))
+@check("fsdp", "ep", "both", quick=())
 def resumed(name: str) -> None:
     """The example, from its last checkpoint: the same losses, bit for bit."""
     example = load_example()

@@ -35,10 +35,11 @@ def test_compiles_ahead_of_time(chip):
     command += (
         ["llama4_scout", "one_token", "odd", "gpt_oss", "nemotron_h"] if chip == "sm_90" else []
     )
-    command += ["fp8_short", "fp8_decode"] if chip in ("sm_80", "sm_90") else []
+    command += ["fp8_short"] if chip in ("sm_80", "sm_90") else []
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert set(re.findall(r"(\w+_kernel)", done.stdout)) == KERNELS
+    kernels = KERNELS | ({"quantize_kernel", "fp8_hopper_kernel"} if chip == "sm_90" else set())
+    assert set(re.findall(r"(\w+_kernel)", done.stdout)) == kernels
     assert "SERIALISED" not in done.stdout, "ptxas serialised the tensor-core instructions"
     if chip == "sm_90":
         spills = re.findall(r"sm_90 (\w+) .* spills (\d+)", done.stdout)

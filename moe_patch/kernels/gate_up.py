@@ -23,7 +23,7 @@ from .tiles import (
     low_rank_out,
     use_tma,
 )
-from .weights import scale_operand, weight_dot, weight_operand
+from .weights import readable, scale_operand, weight_dot, weight_operand
 
 
 @triton.jit
@@ -157,10 +157,14 @@ def gate_up(
     name = "gemm" if form == "ungated" else "gate_up"
     name = name if scale is None else name + W8
     tile = choose(name, order.block_m, slots // experts, inner, hidden, x.dtype, x.device)
-    one_dot = form != "concatenated" or weight.stride(2) == 1 or not use_tma(x.device)
+    turned = form == "concatenated" and weight.stride(2) != 1
+    by_pointer = turned and scale is not None  # boxes of FP8 halves that way fault on an H200
+    one_dot = not turned or by_pointer or not use_tma(x.device)
     halves = 2 if one_dot and form == "concatenated" else 1
     columns = 2 * tile.bn if form == "interleaved" else tile.bn
-    weights, tma, k_major = weight_operand(weight, columns, tile.bk, halves)
+    weights, tma, k_major = readable(weight), False, False
+    if not by_pointer:
+        weights, tma, k_major = weight_operand(weight, columns, tile.bk, halves)
     scales, scale_strides = scale_operand(scale)
     start = _launches(
         tile, x.dtype, dot_precision(x.dtype), weight.stride(), low_rank.rank if low_rank else 0,
