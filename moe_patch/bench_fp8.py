@@ -189,14 +189,15 @@ def _contiguous(groups: int, m: int, n: int, k: int) -> _Row:
     )
     offsets = torch.arange(groups + 1, device="cuda", dtype=torch.int32) * m
 
+    apart = [
+        (part, scale.t().contiguous().t()) for part, scale in zip(lhs.split(m), lhs_scale.split(m))
+    ]
+
     def loop() -> list[Tensor]:
         return [
-            torch._scaled_mm(
-                lhs[g * m : (g + 1) * m], rhs[g].t(), lhs_scale[g * m : (g + 1) * m],
-                rhs_scale[g].t(), out_dtype=torch.bfloat16,
-            )
-            for g in range(groups)
-        ]  # fmt: skip
+            torch._scaled_mm(x, w.t(), x_scale, w_scale.t(), out_dtype=torch.bfloat16)
+            for (x, x_scale), w, w_scale in zip(apart, rhs, rhs_scale)
+        ]
 
     def ours() -> Tensor:
         return fp8.grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, offsets)

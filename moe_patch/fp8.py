@@ -307,15 +307,6 @@ def experts(
     x, index, weights = hidden_states, top_k_index.contiguous(), top_k_weights.contiguous()
     slots, count = index.numel(), len(gate_up_proj)
     with on_device(x.device):
-        if kernels.decode.decodes(index, gate_up_proj, down_proj):  # the memory decides
-            if hidden_states_scale is not None:
-                scale = hidden_states_scale.repeat_interleave(128, 1)[:, : x.shape[1]]
-                x = (x.float() * scale).bfloat16()
-            return kernels.decode.decode(
-                rows_contiguous(x), gate_up_proj, down_proj, index, weights,
-                weight_on_input=False, activation=activation,
-                gate_up_scale=gate_up_scale_inv, down_scale=down_scale_inv,
-            )  # fmt: skip
         height = kernels.fp8_gemm.height(slots, count, x.device)
         buffer = index.new_empty(ExpertOrder.numel(slots, count, height), dtype=torch.int32)
         order = kernels.sort_tokens.sort_tokens(index, count, height, buffer)
