@@ -52,7 +52,7 @@ def fp8_gemm_kernel(
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
     INTERPRET: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """For any chip with FP8 products; fp8_hopper_kernel does the same, and takes the same."""
+    """For any chip with FP8 products; on Hopper fp8_hopper_kernel does the same."""
     WIDTH: tl.constexpr = N // 2 if ACTIVATE else N
     NUM_N: tl.constexpr = (WIDTH + 127) // 128
     NUM_K: tl.constexpr = (K + 127) // 128
@@ -95,8 +95,11 @@ def fp8_gemm_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (n[None, :] < WIDTH))
 
 
+_GLUON: bool = triton.__version__.split(".")[:2] == ["3", "6"]  # whose API fp8_hopper.py speaks
+
+
 def _hopper(device: torch.device) -> bool:
-    return not INTERPRET and tiles.chip(device)[0] == 90
+    return _GLUON and not INTERPRET and tiles.chip(device)[0] == 90
 
 
 @functools.cache
