@@ -32,9 +32,7 @@ def test_compiles_ahead_of_time(chip):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, str(ROOT / "tests/aot.py"), chip, "--shape", "qwen3_30b", "decode"]
-    command += (
-        ["llama4_scout", "one_token", "odd", "gpt_oss", "nemotron_h"] if chip == "sm_90" else []
-    )
+    command += ["llama4_scout", "one_token", "gpt_oss"] if chip == "sm_90" else []
     command += ["fp8_short"] if chip in ("sm_80", "sm_90") else []
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -42,5 +40,5 @@ def test_compiles_ahead_of_time(chip):
     assert set(re.findall(r"(\w+_kernel)", done.stdout)) == kernels
     assert "SERIALISED" not in done.stdout, "ptxas serialised the tensor-core instructions"
     if chip == "sm_90":
-        spills = re.findall(r"sm_90 (\w+) .* spills (\d+)", done.stdout)
-        assert all(int(n) < 128 for shape, n in spills if shape != "odd"), done.stdout
+        spills = re.findall(r"sm_90 .* spills (\d+)", done.stdout)
+        assert all(int(n) < 128 for n in spills), done.stdout

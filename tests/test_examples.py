@@ -129,7 +129,11 @@ def test_check_parity_is_the_command(use, capsys, monkeypatch):
     assert example.main(["--shape", "nothing"]) == 2
 
 
-@pytest.mark.parametrize("how", [[], ["--unpatched"], ["--checkpointing"]], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param([], marks=pytest.mark.gpu), ["--unpatched"], ["--checkpointing"]],
+    ids=str,
+)
 def test_finetune_lora(how, tmp_path, capsys):
     """The loss goes down and the saved adapter gives it again, PEFT's way and ours."""
     line = ["--steps", "4", "--length", "8", "--batch", "2", "--out", str(tmp_path / "adapter")]

@@ -142,6 +142,7 @@ def ids_tensor(shape, size):
 """
 
 
+@pytest.mark.gpu  # half a minute of plain PyTorch, for a script that is run by hand
 def test_runs_a_family_both_ways(tmp_path, monkeypatch):
     path = tmp_path / "transformers-1.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
