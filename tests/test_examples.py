@@ -28,7 +28,17 @@ def load(name):
     return module
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+RUN_BELOW = {"check_parity", "finetune_lora", "train_tiny"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.gpu if path.stem in RUN_BELOW else ())
+        for path in EXAMPLES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_help_explains_itself(path):
     ran = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -357,8 +357,7 @@ print("Hugging Face's forward ran")
 """
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
-@pytest.mark.parametrize("value", ["0", None])
+@pytest.mark.parametrize("family, value", [("qwen3_moe", "0"), ("llama4", None), ("llama4", "0")])
 def test_environment_variable(family, value, device):
     environment = {k: v for k, v in os.environ.items() if k != "MOE_PATCH"}
     here = os.path.dirname(__file__)

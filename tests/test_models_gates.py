@@ -53,7 +53,11 @@ def results(experts, hidden, index, weights):
     return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
 
 
-@pytest.mark.parametrize("module, name", [c for c in CLASSES if c[1] in OTHERS], ids=str)
+WITH_OTHERS = [c for c in CLASSES if c[1] in OTHERS]  # in whole models: test_every_family
+REST = [pytest.param(*c, marks=pytest.mark.gpu) for c in WITH_OTHERS[2:]]
+
+
+@pytest.mark.parametrize("module, name", WITH_OTHERS[:2] + REST, ids=str)
 def test_other_gates_give_hugging_face_s_results(module, name, device, ran):
     experts = build(module, name).to(device)
     assert activation_of(experts) == OTHERS[name]
