@@ -54,14 +54,10 @@ def check(
         )
     if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool:
         raise TypeError(f"top_k_index is {top_k_index.dtype}, an integer dtype is needed.")
-    scales = {
-        "gate_up_proj": (gate_up_proj, gate_up_scale_inv),
-        "down_proj": (down_proj, down_scale_inv),
-    }
-    fp8 = any(z is not None and z.dtype == E4M3 for pair in scales.values() for z in pair)
-    if fp8 or gate_up_scale_inv is not None or down_scale_inv is not None:
-        for name, pair in scales.items():
-            check_scaled(name, *pair)
+    scaled = gate_up_scale_inv is not None or down_scale_inv is not None
+    if scaled or E4M3 in (gate_up_proj.dtype, down_proj.dtype):
+        check_scaled("gate_up_proj", gate_up_proj, gate_up_scale_inv, "gate_up_scale_inv")
+        check_scaled("down_proj", down_proj, down_scale_inv, "down_scale_inv")
     elif gate_up_proj.dtype not in DTYPES or gate_up_proj.dtype != down_proj.dtype:
         raise TypeError(
             f"gate_up_proj is {gate_up_proj.dtype} and down_proj {down_proj.dtype}: both must be "

@@ -29,7 +29,8 @@ def _require(device: torch.device) -> None:
     )
 
 
-def _check(name: str, x: Tensor, scale: Tensor, dims: int, scale_shape: tuple[int, ...]) -> None:
+def _rows(name: str, x: Tensor, scale: Tensor, dims: int) -> Tensor:
+    """The scales of rows x [..., K], as kernels read them."""
     if x.dtype != E4M3 or x.dim() != dims:
         raise TypeError(f"{name} must be {dims}-dimensional float8_e4m3fn, found {x.dtype} "
                         f"{tuple(x.shape)}.")  # fmt: skip
@@ -37,24 +38,31 @@ def _check(name: str, x: Tensor, scale: Tensor, dims: int, scale_shape: tuple[in
         raise ValueError(f"{name} has strides {x.stride()}: call .contiguous() first.")
     if scale.dtype not in SCALES:
         raise TypeError(f"{name}'s scale is {scale.dtype}, use float32 or float8_e8m0fnu.")
-    if tuple(scale.shape) != scale_shape:
+    needed = (*x.shape[:-1], blocks(x.shape[-1]))
+    if tuple(scale.shape) != needed:
         raise ValueError(
-            f"{name} {tuple(x.shape)} needs a scale {scale_shape}, one a block of 128, found "
+            f"{name} {tuple(x.shape)} needs a scale {needed}, one a block of 128, found "
             f"{tuple(scale.shape)}."
         )
-    if scale.device != x.device:
-        raise ValueError(f"{name} is on {x.device} and its scale on {scale.device}.")
+    _together(x, **{f"{name}'s scale": scale})
+    return scale.float()
 
 
-def _weight(name: str, weight: Tensor, scale: Tensor) -> Tensor:
+def _together(x: Tensor, **others: Tensor | None) -> None:
+    for name, other in others.items():
+        if other is not None and other.device != x.device:
+            raise ValueError(
+                f"{name} is on {other.device}: {x.device} is needed, where the rest is."
+            )
+
+
+def _weight(name: str, weight: Tensor, scale: Tensor, scale_name: str) -> Tensor:
     """Its scales as kernels read them."""
     if weight.dim() != 3:
         raise ValueError(f"{name} must be [groups, N, K], found {tuple(weight.shape)}.")
-    check_scaled(name, weight, scale)
+    check_scaled(name, weight, scale, scale_name)
     if not weight.is_contiguous():
         raise ValueError(f"{name} has strides {weight.stride()}: call .contiguous() first.")
-    if scale.device != weight.device:
-        raise ValueError(f"{name} is on {weight.device} and its scale on {scale.device}.")
     return _plain(scale)
 
 
@@ -98,7 +106,8 @@ def grouped_gemm(
 
     Args:
         lhs: float8_e4m3fn [M, K].
-        lhs_scale: float32 [M, ceil(K / 128)], any strides (`quantize`'s are read best).
+        lhs_scale: float32 or float8_e8m0fnu [M, ceil(K / 128)], any strides; `quantize`'s are
+            read best.
         rhs: float8_e4m3fn [G, N, K].
         rhs_scale: float32 or float8_e8m0fnu [G, ceil(N / 128), ceil(K / 128)].
         offsets: int32 or int64 [G + 1] on the device: rows offsets[g] to offsets[g + 1] - 1 are
@@ -111,27 +120,29 @@ def grouped_gemm(
         ValueError, TypeError: shapes, dtypes, strides or devices that do not fit.
         RuntimeError: the device has no FP8.
     """
-    rhs_scale = _operands(lhs, lhs_scale, rhs, rhs_scale, lhs.shape[:1])
+    lhs_scale, rhs_scale = _operands(lhs, lhs_scale, rhs, rhs_scale, dims=2)
     if offsets.shape != (len(rhs) + 1,) or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"offsets must be [{len(rhs) + 1}] int32 or int64, found {offsets.dtype} "
             f"{tuple(offsets.shape)}."
         )
-    return _contiguous(lhs, lhs_scale.float(), rhs, rhs_scale, offsets)
+    _together(lhs, offsets=offsets)
+    return _contiguous(lhs, lhs_scale, rhs, rhs_scale, offsets)
 
 
 def _operands(
-    lhs: Tensor, lhs_scale: Tensor, rhs: Tensor, rhs_scale: Tensor, rows: tuple[int, ...]
-) -> Tensor:
-    rhs_scale = _weight("rhs", rhs, rhs_scale)
-    _check("lhs", lhs, lhs_scale, len(rows) + 1, (*rows, blocks(lhs.shape[-1])))
-    if lhs.shape[-1] != rhs.shape[2] or lhs.device != rhs.device:
+    lhs: Tensor, lhs_scale: Tensor, rhs: Tensor, rhs_scale: Tensor, dims: int
+) -> tuple[Tensor, Tensor]:
+    """Both scales, as kernels read them."""
+    rhs_scale = _weight("rhs", rhs, rhs_scale, "rhs_scale")
+    lhs_scale = _rows("lhs", lhs, lhs_scale, dims)
+    if lhs.shape[-1] != rhs.shape[2]:
         raise ValueError(
-            f"lhs {tuple(lhs.shape)} on {lhs.device} does not fit rhs {tuple(rhs.shape)} on "
-            f"{rhs.device}: both end in K."
+            f"lhs {tuple(lhs.shape)} does not fit rhs {tuple(rhs.shape)}: both end in K."
         )
+    _together(lhs, rhs=rhs)
     _require(lhs.device)
-    return rhs_scale
+    return lhs_scale, rhs_scale
 
 
 @op(lambda lhs, _, rhs, *__: lhs.new_empty(lhs.shape[0], rhs.shape[1], dtype=torch.bfloat16))
@@ -161,7 +172,7 @@ def masked_grouped_gemm(
 
     Args:
         lhs: float8_e4m3fn [G, m_max, K].
-        lhs_scale: float32 [G, m_max, ceil(K / 128)].
+        lhs_scale: float32 or float8_e8m0fnu [G, m_max, ceil(K / 128)].
         rhs: float8_e4m3fn [G, N, K].
         rhs_scale: float32 or float8_e8m0fnu [G, ceil(N / 128), ceil(K / 128)].
         masked_m: int32 [G] on the device: the rows of each group that count, clamped to m_max
@@ -177,7 +188,7 @@ def masked_grouped_gemm(
         ValueError, TypeError: shapes, dtypes, strides or devices that do not fit.
         RuntimeError: the device has no FP8.
     """
-    rhs_scale = _operands(lhs, lhs_scale, rhs, rhs_scale, lhs.shape[:2])
+    lhs_scale, rhs_scale = _operands(lhs, lhs_scale, rhs, rhs_scale, dims=3)
     groups, m_max, _ = lhs.shape
     if groups != len(rhs):
         raise ValueError(f"lhs has {groups} groups and rhs {len(rhs)}.")
@@ -194,7 +205,8 @@ def masked_grouped_gemm(
         raise ValueError(
             f"out must be contiguous bfloat16 {shape}, found {out.dtype} {tuple(out.shape)}."
         )
-    _masked(lhs, lhs_scale.float(), rhs, rhs_scale, masked_m, out)
+    _together(lhs, masked_m=masked_m, out=out)
+    _masked(lhs, lhs_scale, rhs, rhs_scale, masked_m, out)
     return out
 
 
@@ -230,7 +242,8 @@ def moe(
 
     Args:
         hidden_states: float8_e4m3fn [T, H] with a scale, or bfloat16 [T, H] without.
-        hidden_states_scale: float32 [T, ceil(H / 128)], any strides; None for bfloat16.
+        hidden_states_scale: float32 or float8_e8m0fnu [T, ceil(H / 128)], any strides; None for
+            bfloat16.
         router_logits: [T, E] of all E experts, float32.
         gate_up_proj, gate_up_scale_inv: float8_e4m3fn [L, 2I, H], gates first, of the L local
             experts, with [L, ceil(2I / 128), ceil(H / 128)]; I is a multiple of 128.
@@ -248,8 +261,9 @@ def moe(
         ValueError, TypeError: shapes, dtypes, strides or devices that do not fit.
         RuntimeError: the device has no FP8.
     """
-    down_scale_inv = _weight("down_proj", down_proj, down_scale_inv)
-    gate_up_scale_inv = _weight("gate_up_proj", gate_up_proj, gate_up_scale_inv)
+    down_scale_inv = _weight("down_proj", down_proj, down_scale_inv, "down_scale_inv")
+    name = "gate_up_scale_inv"
+    gate_up_scale_inv = _weight("gate_up_proj", gate_up_proj, gate_up_scale_inv, name)
     (local, hidden, inner), tokens = down_proj.shape, len(router_logits)
     if hidden_states.shape != (tokens, hidden) or gate_up_proj.shape != (local, 2 * inner, hidden):
         raise ValueError(
@@ -259,10 +273,16 @@ def moe(
         )
     if inner % 128:
         raise ValueError(f"the intermediate size is {inner}: a multiple of 128 is needed.")
+    if parse(str(activation)).form != "concatenated":
+        raise ValueError(f"activation is {str(activation)!r}: only concatenated ones run in FP8.")
     if hidden_states_scale is not None:
-        _check("hidden_states", hidden_states, hidden_states_scale, 2, (tokens, blocks(hidden)))
+        hidden_states_scale = _rows("hidden_states", hidden_states, hidden_states_scale, 2)
     elif hidden_states.dtype != torch.bfloat16:
         raise TypeError(f"hidden_states is {hidden_states.dtype} without a scale, use bfloat16.")
+    _together(
+        hidden_states, router_logits=router_logits, gate_up_proj=gate_up_proj, down_proj=down_proj,
+        correction_bias=correction_bias,
+    )  # fmt: skip
     _require(hidden_states.device)
     index, weights = select_experts(
         router_logits, top_k, score="sigmoid", renormalize=True, dtype=torch.float32,

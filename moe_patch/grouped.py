@@ -294,12 +294,14 @@ def grouped_gemm(
         )
     scaled = weight_scale_inv is not None or weight.dtype == E4M3
     if scaled:
-        check_scaled("weight", weight, weight_scale_inv)
+        check_scaled("weight", weight, weight_scale_inv, "weight_scale_inv")
     if x.dtype not in DTYPES or not scaled and x.dtype != weight.dtype:
         raise TypeError(
             f"x is {x.dtype} and weight {weight.dtype}: both must be the same one of bfloat16, "
             "float16 and float32, or the weight float8_e4m3fn with scales."
         )
+    if x.device != weight.device:
+        raise ValueError(f"x is on {x.device} and weight on {weight.device}.")
     require(x.device)
     if order is None:
         order = group_order(m_sizes, offsets, x.shape[0], weight)

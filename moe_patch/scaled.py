@@ -14,14 +14,13 @@ def blocks(n: int) -> int:
     return -(-n // 128)
 
 
-def check_scaled(name: str, weight: Tensor, scale: Tensor | None) -> None:
+def check_scaled(name: str, weight: Tensor, scale: Tensor | None, scale_name: str) -> None:
     """Of an FP8 weight [E, N, K] and the scales of its 128 x 128 blocks.
 
     Raises:
         TypeError: other dtypes.
-        ValueError: no scales, of another shape, or one of both wants a gradient.
+        ValueError: no scales, of another shape or device, or one of both wants a gradient.
     """
-    scale_name = f"{name.removesuffix('_proj')}_scale_inv"
     if weight.dtype != E4M3:
         raise TypeError(f"{name} is {weight.dtype}: with scales both weights must be {E4M3}.")
     if scale is None:
@@ -35,6 +34,8 @@ def check_scaled(name: str, weight: Tensor, scale: Tensor | None) -> None:
             f"{scale_name} must be {list(needed)}, one scale for each 128 x 128 block of {name} "
             f"{list(weight.shape)}, found {list(scale.shape)}."
         )
+    if scale.device != weight.device:
+        raise ValueError(f"{name} is on {weight.device} and {scale_name} on {scale.device}.")
     for which, tensor in ((name, weight), (scale_name, scale)):
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise ValueError(

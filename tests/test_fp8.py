@@ -312,6 +312,40 @@ def test_bad_input_is_named(device):
         fp8.moe(arguments[0], arguments[1], arguments[2][:3], *arguments[3:])
     with pytest.raises(TypeError, match="without a scale"):
         fp8.moe(arguments[0], None, *arguments[2:])
+    with pytest.raises(ValueError, match="only concatenated"):
+        fp8.moe(*arguments, activation=Activation(form="interleaved"))
+
+
+def test_tensors_elsewhere_are_named(device):
+    """Kernels are started by bare pointers: another device's would be read all the same."""
+    lhs, lhs_scale = fp8.quantize(draw(device, 4, 256))
+    rhs, rhs_scale = weights(device, 2, 128, 256)
+    given = [lhs, lhs_scale, rhs, rhs_scale, torch.tensor([0, 2, 4]).to(device)]
+    for i, name in enumerate(
+        ["lhs's scale", "lhs's scale", "rhs is on meta", "rhs_scale on meta", "offsets is on"]
+    ):
+        with pytest.raises(ValueError, match=name):
+            fp8.grouped_gemm(*given[:i], given[i].to("meta"), *given[i + 1 :])
+    given[0], given[1] = lhs.view(2, 2, 256), lhs_scale.reshape(2, 2, 2)
+    given[4] = torch.ones(2, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match="masked_m is on meta"):
+        fp8.masked_grouped_gemm(*given)
+    given[4] = given[4].new_ones(2, device=device)
+    out = torch.empty(2, 2, 128, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match="out is on meta"):
+        fp8.masked_grouped_gemm(*given, out=out)
+    given = layer(device, 4, 16, 16, 128, 128)
+    with pytest.raises(ValueError, match="router_logits is on meta"):
+        fp8.moe(*given[:2], given[2].to("meta"), *given[3:])
+
+
+def test_row_scales_of_powers_of_two(device):
+    """As float32 or e8m0, in every layout."""
+    x, scale, *rest = layer(device, 4, 16, 16, 128, 128)
+    scale = 2.0 ** scale.log2().round()
+    narrow = scale.to(torch.float8_e8m0fnu)
+    found = (fp8.moe(x, which, *rest, num_groups=4, top_k=2) for which in (scale, narrow))
+    assert torch.equal(*found)
 
 
 def test_a_nan_scale_stays_in_its_block(device):
