@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import fp8, law, reference, shapes
+from . import emulate, fp8, law, reference, shapes
 from .bench import OURS, free, times
 from .experts import fused_experts
 from .parity import ParityReport, Section, environment
@@ -97,9 +97,8 @@ def weights(groups: int, n: int, k: int, *, seed: int, std: float = 0.02) -> tup
     q = torch.empty(groups, n, k, dtype=E4M3, device="cuda")
     scale = torch.empty(groups, n // 128, k // 128, device="cuda")
     for g in range(groups):
-        blocks = torch.randn(n // 128, 128, k // 128, 128, generator=draw, device="cuda") * std
-        scale[g] = blocks.abs().amax((1, 3)) / 448
-        q[g] = (blocks / scale[g][:, None, :, None]).view(n, k)
+        weight = torch.randn(1, n, k, generator=draw, device="cuda") * std
+        q[g : g + 1], scale[g : g + 1] = reference.quantize_weight(weight)
     return q, scale
 
 
@@ -144,33 +143,21 @@ def _judge_experts(
     name: str, ours: Tensor, x: Tensor, x_scale: Tensor | None,
     stored: tuple[Tensor, Tensor, Tensor, Tensor], index: Tensor, weight: Tensor,
 ) -> law.Row:  # fmt: skip
-    """The first tokens, against unquantised activations and beside quantised ones."""
+    """The first tokens, against unquantised activations, beside Hugging Face's way in PyTorch."""
     few = slice(0, JUDGED)
     x, index, weight = x[few], index[few], weight[few]
     wide = x.float() if x_scale is None else reference.dequantize(x, x_scale[few])
-    first = reference.dequantize(*reference.quantize(wide)) if x_scale is None else wide
-    found = []
-    for rows, dtype, requantize in (
-        (first, torch.float32, True),
-        (wide, torch.float64, False),
-    ):
-        out = rows.to(dtype).new_zeros(rows.shape)
-        for expert in range(len(stored[0])):
-            token, choice = torch.where(index == expert)
-            if not len(token):
-                continue
-            up, down = (
-                reference.dequantize(stored[i][expert], stored[i + 1][expert], dtype)
-                for i in (0, 2)
-            )
-            act = reference.glu(rows[token].to(dtype) @ up.T)
-            if requantize:  # as HF's FP8 path: bfloat16 between its steps
-                gate, up = (rows[token].to(dtype) @ up.T).bfloat16().chunk(2, -1)
-                act = (torch.nn.functional.silu(gate) * up).float()
-                act = reference.dequantize(*reference.quantize(act), dtype)
-            out.index_add_(0, token, (act @ down.T) * weight[token, choice, None].to(dtype))
-        found.append(out)
-    return _verdict(name, ours[few], found[0].bfloat16(), found[1])
+    up, up_scale, down, down_scale = stored
+    hf = torch.zeros_like(wide)
+    for expert in range(len(up)):
+        token, choice = torch.where(index == expert)
+        rows = emulate.fp8_linear(wide[token], up[expert], up_scale[expert]).bfloat16()
+        rows = emulate.fp8_linear(reference.glu(rows), down[expert], down_scale[expert])
+        hf.index_add_(0, token, rows * weight[token, choice, None].float())
+    exact = reference.fp8_experts(
+        wide, up, down, index, weight, up_scale, down_scale, dtype=torch.float64, requantize=False
+    )
+    return _verdict(name, ours[few], hf.bfloat16(), exact)
 
 
 def _judge_product(found: Tensor, x: Tensor, xs: Tensor, w: Tensor, ws: Tensor) -> law.Row:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import kernels
 from .activation import Activation, parse
-from .grouped import rows_contiguous
+from .grouped import group_order, rows_contiguous, sort
 from .kernels import on_device, op, require
 from .order import ExpertOrder
 from .routing import select_experts
@@ -121,13 +121,8 @@ def grouped_gemm(
         RuntimeError: the device has no FP8.
     """
     lhs_scale, rhs_scale = _operands(lhs, lhs_scale, rhs, rhs_scale, dims=2)
-    if offsets.shape != (len(rhs) + 1,) or offsets.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"offsets must be [{len(rhs) + 1}] int32 or int64, found {offsets.dtype} "
-            f"{tuple(offsets.shape)}."
-        )
-    _together(lhs, offsets=offsets)
-    return _contiguous(lhs, lhs_scale, rhs, rhs_scale, offsets)
+    order = group_order(None, offsets, len(lhs), rhs)
+    return _contiguous(lhs, lhs_scale, rhs, rhs_scale, list(order.tensors()), order.block_m)
 
 
 def _operands(
@@ -147,13 +142,15 @@ def _operands(
 
 @op(lambda lhs, _, rhs, *__: lhs.new_empty(lhs.shape[0], rhs.shape[1], dtype=torch.bfloat16))
 def _contiguous(
-    lhs: Tensor, lhs_scale: Tensor, rhs: Tensor, rhs_scale: Tensor, offsets: Tensor
+    lhs: Tensor,
+    lhs_scale: Tensor,
+    rhs: Tensor,
+    rhs_scale: Tensor,
+    order: list[Tensor],
+    block_m: int,
 ) -> Tensor:
     with on_device(lhs.device):
-        rows, groups = len(lhs), len(rhs)
-        height = kernels.fp8_gemm.height(rows, groups, lhs.device)
-        buffer = offsets.new_empty(ExpertOrder.numel(rows, groups, height), dtype=torch.int32)
-        order = kernels.groups.group_tiles(offsets.contiguous(), rows, height, buffer)
+        order = ExpertOrder(*order, block_m=block_m)
         out, _ = kernels.fp8_gemm.fp8_gemm(lhs, lhs_scale, rhs, rhs_scale, order)
         return kernels.groups.zero_rest(out, order)
 
@@ -328,8 +325,7 @@ def experts(
     slots, count = index.numel(), len(gate_up_proj)
     with on_device(x.device):
         height = kernels.fp8_gemm.height(slots, count, x.device)
-        buffer = index.new_empty(ExpertOrder.numel(slots, count, height), dtype=torch.int32)
-        order = kernels.sort_tokens.sort_tokens(index, count, height, buffer)
+        order, _ = sort(index, count, E4M3, height)
         rows, scale = kernels.quantize.quantize(
             rows_contiguous(x), hidden_states_scale, order, gather=index.shape[1]
         )

@@ -45,9 +45,11 @@ def _expert_order(top_k_index: Tensor, num_experts: int, block_m: int) -> Tensor
     return buffer
 
 
-def sort(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> tuple[ExpertOrder, Tensor]:
+def sort(
+    top_k_index: Tensor, num_experts: int, dtype: torch.dtype, height: int | None = None
+) -> tuple[ExpertOrder, Tensor]:
     """(the order of top_k_index [T, K], the buffer that it is views of)."""
-    height = kernels.tiles.block_m(top_k_index.numel(), num_experts, dtype)
+    height = height or kernels.tiles.block_m(top_k_index.numel(), num_experts, dtype)
     numel = ExpertOrder.numel(top_k_index.numel(), num_experts, height)
     buffer = top_k_index.new_empty(numel, dtype=torch.int32)
     return kernels.sort_tokens.sort_tokens(
@@ -216,11 +218,15 @@ def group_order(
     if offsets is None:
         ends = m_sizes.clamp(0, num_rows).cumsum(0, dtype=torch.int64)
         offsets = torch.nn.functional.pad(ends, (1, 0))
-    from .kernels.tiles import block_m  # torch.compile follows this, and no look-up in `kernels`
-
-    height = block_m(num_rows, groups, weight.dtype)
+    # torch.compile follows these, and no look-up in `kernels`
     if weight.dtype == E4M3:
-        height = kernels.fp8_gemm.height(num_rows, groups, weight.device)
+        from .kernels.fp8_gemm import height
+
+        height = height(num_rows, groups, weight.device)
+    else:
+        from .kernels.tiles import block_m
+
+        height = block_m(num_rows, groups, weight.dtype)
     buffer = _group_order(offsets, num_rows, height)
     return ExpertOrder.view(buffer, num_rows, groups, height)
 

@@ -270,12 +270,28 @@ def fused_experts(
 def quantize(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     """Twin of :func:`moe_patch.fp8.quantize`."""
     blocks = F.pad(x.float(), (0, -x.shape[1] % 128)).unflatten(1, (-1, 128))
-    scale = blocks.abs().amax(-1) / 448
-    scale = scale.masked_fill(scale == 0, 1)
-    if ue8m0:
-        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    scale = _scale(blocks.abs().amax(-1), ue8m0)
     q = (blocks / scale[..., None]).flatten(1)[:, : x.shape[1]]
     return q.to(torch.float8_e4m3fn), scale
+
+
+def quantize_weight(weight: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+    """[E, N, K] -> (e4m3, float32 scales [E, ceil(N / 128), ceil(K / 128)]) as finegrained FP8
+    checkpoints have them."""
+    _, n, k = weight.shape
+    blocks = F.pad(weight.float(), (0, -k % 128, 0, -n % 128))
+    blocks = blocks.unflatten(2, (-1, 128)).unflatten(
+        1, (-1, 128)
+    )  # [E, N / 128, 128, K / 128, 128]
+    scale = _scale(blocks.abs().amax((2, 4)), ue8m0)
+    q = (blocks / scale[:, :, None, :, None]).flatten(3).flatten(1, 2)[:, :n, :k]
+    return q.to(torch.float8_e4m3fn).contiguous(), scale
+
+
+def _scale(largest: Tensor, ue8m0: bool) -> Tensor:
+    scale = largest / 448
+    scale = scale.masked_fill(scale == 0, 1)
+    return scale.log2().ceil().exp2() if ue8m0 else scale
 
 
 def fp8_grouped_gemm(
@@ -288,11 +304,26 @@ def fp8_grouped_gemm(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Twin of :func:`moe_patch.fp8.grouped_gemm`, computed and returned in `dtype`."""
-    x = dequantize(lhs, lhs_scale, dtype)
-    out = x.new_zeros(len(x), rhs.shape[1])
-    edges = offsets.clamp(0, len(x)).tolist()
-    for g, (begin, end) in enumerate(zip(edges, edges[1:])):
-        out[begin:end] = x[begin:end] @ dequantize(rhs[g], rhs_scale[g], dtype).T
+    lhs = dequantize(lhs, lhs_scale, dtype)
+    return grouped_gemm(lhs, rhs, offsets=offsets, weight_scale_inv=rhs_scale)
+
+
+def fp8_masked_grouped_gemm(
+    lhs: Tensor,
+    lhs_scale: Tensor,
+    rhs: Tensor,
+    rhs_scale: Tensor,
+    masked_m: Tensor,
+    expected_m: int | None = None,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Twin of :func:`moe_patch.fp8.masked_grouped_gemm`, computed in `dtype`."""
+    out = lhs.new_empty(*lhs.shape[:2], rhs.shape[1], dtype=dtype) if out is None else out
+    for g, count in enumerate(masked_m.clamp(0, lhs.shape[1]).tolist()):
+        rows = dequantize(lhs[g, :count], lhs_scale[g, :count], dtype)
+        out[g, :count] = (rows @ dequantize(rhs[g], rhs_scale[g], dtype).T).to(out.dtype)
     return out
 
 
@@ -315,13 +346,35 @@ def fp8_moe(
     dtype: torch.dtype = torch.float32,
     requantize: bool = True,
 ) -> Tensor:
-    """Twin of :func:`moe_patch.fp8.moe`, computed in `dtype`; without `requantize` no activation
-    is quantised here."""
+    """Twin of :func:`moe_patch.fp8.moe`, computed in `dtype`; `requantize` as in `fp8_experts`."""
     index, weights = select_experts(
         router_logits, top_k, score="sigmoid", renormalize=True, dtype=torch.float32,
         scale=routed_scaling_factor, eps=1e-20, bias=correction_bias,
         num_groups=num_groups, top_groups=top_groups,
     )  # fmt: skip
+    return fp8_experts(
+        hidden_states, gate_up_proj, down_proj, index - local_expert_offset, weights,
+        gate_up_scale_inv, down_scale_inv, hidden_states_scale, activation,
+        dtype=dtype, requantize=requantize,
+    )  # fmt: skip
+
+
+def fp8_experts(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_scale_inv: Tensor,
+    down_scale_inv: Tensor,
+    hidden_states_scale: Tensor | None = None,
+    activation: Activation | str = "silu",
+    *,
+    dtype: torch.dtype = torch.float32,
+    requantize: bool = True,
+) -> Tensor:
+    """Twin of :func:`moe_patch.fp8.experts`, computed in `dtype`; without `requantize` no
+    activation is quantised here: the truth for both."""
     if hidden_states_scale is None and requantize:
         hidden_states, hidden_states_scale = quantize(hidden_states)
     x = hidden_states.to(dtype)
@@ -329,11 +382,11 @@ def fp8_moe(
         x = dequantize(hidden_states, hidden_states_scale, dtype)
     out = torch.zeros_like(x)
     for expert in range(len(down_proj)):
-        token, choice = torch.where(index == local_expert_offset + expert)
+        token, choice = torch.where(top_k_index == expert)
         rows = x[token] @ dequantize(gate_up_proj[expert], gate_up_scale_inv[expert], dtype).T
         rows = glu(rows, activation)
         if requantize:
             rows = dequantize(*quantize(rows), dtype)
         rows = rows @ dequantize(down_proj[expert], down_scale_inv[expert], dtype).T
-        out.index_add_(0, token, rows * weights[token, choice, None].to(dtype))
+        out.index_add_(0, token, rows * top_k_weights[token, choice, None].to(dtype))
     return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from ops import assert_close, gradients, in_double, in_fp8, moe
+from ops import assert_close, gradients, in_double, in_fp8, moe, quantised
 
 from moe_patch import fp8, reference
 from moe_patch.activation import Activation
@@ -121,10 +121,7 @@ def main() -> None:
         rows = grouped_gemm(x, weight, m_sizes=torch.tensor(groups, device=device))
         rows.sum().backward()
     for n, k, sizes in ((256, 208, [130, 0, 70, 3]), (200, 128, [1, 64, 0, 9])):
-        draws = torch.randn(4, -(-n // 128), 128, -(-k // 128), 128, device=device)
-        scale = draws.abs().amax((2, 4)) / 448
-        weight = (draws / scale[:, :, None, :, None]).flatten(3).flatten(1, 2)[:, :n, :k]
-        weight = weight.contiguous().to(torch.float8_e4m3fn)
+        weight, scale = quantised(torch.randn(4, n, k, device=device))
         x = torch.randn(220, k, device=device, dtype=torch.bfloat16, requires_grad=True)
         by = {"m_sizes": torch.tensor(sizes, device=device), "weight_scale_inv": scale}
         grouped_gemm(x, weight, **by).sum().backward()
@@ -132,9 +129,9 @@ def main() -> None:
         rows, row_scale = rows.view(4, 55, k), row_scale.reshape(4, 55, -1)
         counts = torch.tensor([0, 1, 55, 99], dtype=torch.int32, device=device)
         found = fp8.masked_grouped_gemm(rows, row_scale, weight, scale, counts)
-        truth = reference.dequantize(rows[2], row_scale[2], torch.float64)
-        truth = truth @ reference.dequantize(weight[2], scale[2], torch.float64).T
-        assert_close(found[2], truth, torch.bfloat16)
+        given = rows, row_scale, weight, scale, counts
+        truth = reference.fp8_masked_grouped_gemm(*given, dtype=torch.float64)
+        assert_close(found[2], truth[2], torch.bfloat16)
     for tokens in (1, 40, 300):  # decoded, and in FP8
         arguments = in_fp8(moe(device, torch.bfloat16, tokens, 256, 128, 8, 2, grad=False))
         out, truth = fused_experts(**arguments), reference.fused_experts(**in_double(arguments))

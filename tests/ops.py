@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_patch import reference
 from moe_patch.activation import Activation
 
 SWIGLU = Activation()
@@ -90,21 +90,13 @@ def quantised(weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple
     The blocks' magnitudes differ, so that no scale can stand for another.
     """
     (experts, n, k), draw = weight.shape, torch.Generator().manual_seed(5)
-    blocks = (experts, -(-n // 128), -(-k // 128))
-
-    def spread(scale: Tensor) -> Tensor:
-        wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
-        return wide[:, :n, :k].to(weight.device)
-
-    weight = weight.detach().float() * spread(torch.rand(blocks, generator=draw) + 0.5)
-    scale = torch.zeros(blocks)
-    for e, i, j in itertools.product(*map(range, blocks)):
-        block = weight[e, 128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
-        scale[e, i, j] = block.abs().max() / 448
-    if scale_dtype != torch.float32:
-        scale = scale.log2().ceil().exp2()
-    fp8 = (weight / spread(scale)).to(torch.float8_e4m3fn)
-    return fp8, scale.to(weight.device, scale_dtype)
+    spread = torch.rand(experts, -(-n // 128), -(-k // 128), generator=draw) + 0.5
+    spread = spread.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :n, :k]
+    weight = weight.detach().float() * spread.to(weight.device)
+    fp8, scale = reference.quantize_weight(weight, ue8m0=scale_dtype != torch.float32)
+    if weight.stride(1) == 1:  # stored [E, K, N]
+        fp8 = fp8.transpose(1, 2).contiguous().transpose(1, 2)
+    return fp8, scale.to(scale_dtype)
 
 
 def in_fp8(

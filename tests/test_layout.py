@@ -90,7 +90,7 @@ ARROWS |= {
     "scaling": {"shapes"},
     "bench_distributed": BENEATH | {"parity"},
     "bench_families": BENEATH | {"bench", "parity", "shadow", "support"},
-    "bench_fp8": BENEATH | {"bench", "fp8", "parity", "scaled"},
+    "bench_fp8": BENEATH | {"bench", "emulate", "fp8", "parity", "scaled"},
     "bench_lora": BENEATH | {"bench", "parity", "shadow"},
     "bench_model": BENEATH | {"bench"},
     "support": BENEATH | {"activation"},
