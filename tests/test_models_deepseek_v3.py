@@ -48,11 +48,14 @@ def test_both_parts_at_once(pair, device, monkeypatch):
     monkeypatch.setattr(deepseek_v3, "overlaps", lambda _: True)
     if str(device) == "cpu":
         monkeypatch.setattr(overlap, "overlaps", lambda _: False)
+    both = deepseek_v3.both
+    monkeypatch.setattr(deepseek_v3, "both", lambda *a: calls.append("both") or both(*a))
     for part in (patched.gate, patched.experts, patched.shared_experts):
         part.register_forward_hook(lambda module, *_: calls.append(type(module).__name__))
     with torch.no_grad():
         torch.testing.assert_close(patched(x), block(x), rtol=1e-4, atol=1e-5)
-    assert len(calls) == 3  # as modules: hooks, adapters and offloading rely on it
+    # parts as modules: hooks, adapters and offloading rely on it
+    assert sorted(calls) == ["DeepseekV3Experts", "DeepseekV3MLP", "DeepseekV3TopkRouter", "both"]
 
 
 def test_unpatch_puts_the_class_back(pair):
