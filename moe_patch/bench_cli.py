@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,7 +23,6 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 
 from . import (
     bench,
@@ -38,9 +37,6 @@ from . import (
     shapes,
 )
 from .bench import Ceilings
-
-if TYPE_CHECKING:
-    pass
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOKENS = (1, 64, 1024, 4096)
@@ -198,22 +194,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def print_scaling(options: argparse.Namespace) -> None:
-    """The tables of --scaling. Raises ValueError for a file that is not of --distributed."""
+    """The table of --scaling. Raises ValueError for a file that is not of --distributed."""
     rates, *others = map(scaling.read, options.scaling)
-    network = options.network or scaling.NETWORK_GB_S
-    header = ("", "GPUs", "share experts", "compute ms", "moved MB", "of it to hosts", "comm ms")
-    title = (
-        f"{rates.shape}, a layer's forward, {rates.tokens} tokens a GPU; rates of {rates.ranks} "
-        f"GPUs, {scaling.HOST} a host, {network:g} GB/s between hosts (assumed)"
-    )
-    table = Table(*header, "share", "tokens/s", title=title, title_justify="left")
-    for layer in scaling.layers(rates, network_gb_s=network):
-        cells = [layer.way, f"{layer.ranks}", f"{layer.group}", f"{layer.compute_ms:.3f}"]
-        cells += [f"{layer.moved_mb:.1f}", f"{layer.network_mb:.1f}", f"{layer.comm_ms:.3f}"]
-        cells += [f"{layer.share:.0%}"]
-        table.add_row(*cells, f"{layer.tokens_s:.3g}")
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    console.print(table)
+    console.print(bench_tables.scaling_table(rates, options.network or scaling.NETWORK_GB_S))
     for ranks, model, measured in scaling.checked(rates, others):
         print(f"{ranks} GPUs: model {model:.3f} ms, measured {measured:.3f} ms")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torch import Tensor, distributed, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from .law import Row, judge
@@ -21,7 +21,7 @@ from .models.wrapped import hooked_by_plan, is_dtensor
 from .parity import ParityReport, Section, check_parity, environment
 from .patcher import patch, unpatch
 from .reference import fused_experts
-from .shapes import Shape, building
+from .shapes import Shape, building, model_config
 
 TOKENS, LAYERS, ROUNDS = 8192, 2, 3
 TASKS = (
@@ -285,16 +285,12 @@ _WEIGHTS = ("gate_up_proj", "down_proj")
 VOCABULARY = 4096
 
 
-def _config(shape: Shape, layers: int) -> Qwen3MoeConfig:
+def _config(shape: Shape, layers: int) -> PreTrainedConfig:
     """With the attention of Qwen3-30B, as far as the hidden size allows."""
     head = min(128, shape.hidden_size // 2)
-    return Qwen3MoeConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        moe_intermediate_size=shape.intermediate_size,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-        norm_topk_prob=True,
+    return model_config(
+        shape,
+        output_router_logits=False,
         num_hidden_layers=layers,
         num_attention_heads=max(2, 2 * shape.hidden_size // head),
         num_key_value_heads=max(2, shape.hidden_size // head // 4),

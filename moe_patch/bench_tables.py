@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from . import scaling
 from .bench import OURS, Timing
 from .bench_distributed import Measured
 from .bench_families import FamilyTiming
@@ -94,6 +95,21 @@ def distributed_table(rows: Sequence[Measured]) -> Iterable[Table]:
         cells += [f"{r.hf_tokens_s:.4g}", f"{r.tokens_s:.4g}", f"{r.speedup:.2f} x as fast"]
         table.add_row(*cells)
     yield table
+
+
+def scaling_table(rates: scaling.Rates, network_gb_s: float) -> Table:
+    """A layer's forward on more GPUs, from measured rates."""
+    header = ("", "GPUs", "share experts", "compute ms", "moved MB", "of it to hosts", "comm ms")
+    title = (
+        f"{rates.shape}, a layer's forward, {rates.tokens} tokens a GPU; rates of {rates.ranks} "
+        f"GPUs, {scaling.HOST} a host, {network_gb_s:g} GB/s between hosts (assumed)"
+    )
+    table = Table(*header, "share", "tokens/s", title=title, title_justify="left")
+    for layer in scaling.layers(rates, network_gb_s=network_gb_s):
+        cells = [layer.way, f"{layer.ranks}", f"{layer.group}", f"{layer.compute_ms:.3f}"]
+        cells += [f"{layer.moved_mb:.1f}", f"{layer.network_mb:.1f}", f"{layer.comm_ms:.3f}"]
+        table.add_row(*cells, f"{layer.share:.0%}", f"{layer.tokens_s:.3g}")
+    return table
 
 
 def figure(timings: Sequence[Timing]) -> Figure:

@@ -99,8 +99,8 @@ def _experts_inference(
         adapted = any(factor.numel() for factor in extra[:4])
         if adapted or not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
             scales = _scales(extra)
-            plain = not (adapted or weight_on_input or any(b is not None for b in _biases(extra)))
-            if plain and scales[0] is not None and fp8.multiplies(*tensors[:3], activation):
+            more = adapted or weight_on_input or any(bias.numel() for bias in extra[4:6])
+            if scales[0] is not None and not more and fp8.multiplies(*tensors[:3], activation):
                 return fp8.experts(*tensors, *scales, None, activation)
             return _by_sort(*tensors, weight_on_input, activation, extra, False)[0]
         (gate_up_bias, down_bias), (gate_up_scale, down_scale) = _biases(extra), _scales(extra)

@@ -124,6 +124,11 @@ def build_model(
         return model_class(config).eval()
 
 
+def model_config(shape: Shape, **more: Any) -> PreTrainedConfig:
+    """Of a model with that block; `more` are attributes besides."""
+    return _family(shape, **more)[2]
+
+
 def _family(shape: Shape, **more: Any) -> tuple[type, type, PreTrainedConfig]:
     """Block class, model class and a config."""
     if shape.family == "llama4":
@@ -150,8 +155,7 @@ def _family(shape: Shape, **more: Any) -> tuple[type, type, PreTrainedConfig]:
         num_experts=shape.num_experts,
         num_experts_per_tok=shape.top_k,
         norm_topk_prob=True,
-        output_router_logits=True,
-        **more,
+        **{"output_router_logits": True} | more,
     )
     return hf.Qwen3MoeSparseMoeBlock, hf.Qwen3MoeForCausalLM, config
 

@@ -86,7 +86,7 @@ ARROWS |= {
         "support",
     },
     "bench_tables": BENEATH
-    | {"bench", "bench_distributed", "bench_families", "bench_fp8", "bench_model"},
+    | {"bench", "bench_distributed", "bench_families", "bench_fp8", "bench_model", "scaling"},
     "scaling": {"shapes"},
     "bench_distributed": BENEATH | {"parity"},
     "bench_families": BENEATH | {"bench", "parity", "shadow", "support"},

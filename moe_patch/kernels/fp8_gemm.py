@@ -124,7 +124,8 @@ def _prepared(hopper: bool, stages: int, activation: str, **told) -> Launch:
     told |= {k: v for k, v in constants(activation).items() if k != "FORM"}
     if not hopper:
         told["INTERPRET"] = INTERPRET
-        return Launch(fp8_gemm_kernel, **told, num_warps=4, num_stages=stages)
+        warps = 8 if told["BM"] == 128 else 4
+        return Launch(fp8_gemm_kernel, **told, num_warps=warps, num_stages=stages)
     from .fp8_hopper import fp8_hopper_kernel
 
     del told["BM"]
@@ -172,19 +173,19 @@ def fp8_gemm(
     hopper = _hopper(x.device) and columns % 16 == 0
     hopper &= (x.data_ptr() | weight.data_ptr()) % 16 == 0
     if masked_m is None:
-        height, m_max, ends = order.block_m, 0, order.expert_offsets
+        bm, m_max, ends = order.block_m, 0, order.expert_offsets
         count, listed = order.tile_expert.numel(), (order.tile_expert, order.tile_row, order.num_tiles)  # fmt: skip # noqa: E501
-        hopper &= height == 128
+        hopper &= bm == 128
     else:
         m_max, ends, listed = slots // experts, masked_m, (None,) * 3
-        height = 128 if hopper else 64
-        count = experts * cdiv(m_max, height)
+        bm = 128 if hopper else 64
+        count = experts * cdiv(m_max, bm)
     stages = 4  # of 48 KB; and two weight tiles and one of rows
     if not hopper:
-        stages = max(1, min(4, (tiles.chip(x.device)[1] - 4096) // ((height + 2 * BLOCK) * BLOCK)))
+        stages = max(1, min(4, (tiles.chip(x.device)[1] - 4096) // ((bm + 2 * BLOCK) * BLOCK)))
     start = _prepared(
         hopper, stages, activation or "silu None 1.0 0.0 concatenated",
-        N=n, K=columns, M_MAX=m_max, ACTIVATE=activation is not None, BM=height,
+        N=n, K=columns, M_MAX=m_max, ACTIVATE=activation is not None, BM=bm,
         GROUP_M=16 if columns > 4096 else 8,
     )  # fmt: skip
     wide = n // 2 if activation else n

@@ -162,8 +162,9 @@ def gate_up(
     one_dot = not turned or by_pointer or not use_tma(x.device)
     halves = 2 if one_dot and form == "concatenated" else 1
     columns = 2 * tile.bn if form == "interleaved" else tile.bn
-    weights, tma, k_major = readable(weight), False, False
-    if not by_pointer:
+    if by_pointer:
+        weights, tma, k_major = readable(weight), False, False
+    else:
         weights, tma, k_major = weight_operand(weight, columns, tile.bk, halves)
     scales, scale_strides = scale_operand(scale)
     start = _launches(
