@@ -24,7 +24,7 @@ def gate(experts: nn.Module, rows: Tensor) -> Tensor:
 
 def normalises(experts: nn.Module) -> bool:
     """Whether every row of an expert's output is normalised before it is weighted (MuseSpark)."""
-    return getattr(experts, "has_post_expert_norm", False)  # not in transformers 5.17
+    return vars(experts).get("has_post_expert_norm", False)  # not in transformers 5.17
 
 
 def by_parts(
