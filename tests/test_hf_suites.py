@@ -123,11 +123,13 @@ def test_lays_out_what_can_be_imported(archive, tmp_path):
 
 SHARED = """
 import random
+import torch
 global_rng = random.Random()
 class ModelTesterMixin:
     def test_runs(self):
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
-        self.all_model_classes[0](config)(**inputs)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.all_model_classes[0](config).to(device)(**{k: v.to(device) for k, v in inputs.items()})
     def test_of_the_unpatched_alone(self):
         model = self.all_model_classes[0](self.model_tester.get_config())
         experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
@@ -137,7 +139,6 @@ class ModelTesterMixin:
 class GenerationTesterMixin:
     pass
 def ids_tensor(shape, size):
-    import torch
     return torch.randint(0, size, shape)
 """
 
