@@ -28,6 +28,7 @@ from .shadow import (
     hugging_face,
     implementations,
     logical,
+    multiplies_fp8,
     plain_arithmetic,
     projections,
     shadow,
@@ -139,15 +140,15 @@ class _Measured:
             self.checks + other.checks,
         )
 
-    def rows(self, dtype: torch.dtype, x_rms: float, quantised: bool) -> list[Row]:
-        """The law's verdict on each; `quantised`: of FP8 experts."""
+    def rows(self, dtype: torch.dtype, x_rms: float, in_fp8: tuple[str, ...]) -> list[Row]:
+        """The law's verdict on each; FP8's own on the tensors `in_fp8`."""
         wrong = (check for check in self.checks if not check.passed)
         rows = [next(wrong, check) for check in self.checks[:1]]
         for name in sorted(self.tensors, key=_ORDER.index):
             parts = self.tensors[name]
             alive = x_rms if name.startswith("output") else None
             counts = self.counts if len(parts) > 1 else None
-            fp8 = quantised and name == "output_no_grad"
+            fp8 = name in in_fp8
             rows.append(law.row(name, parts, dtype, x_rms=alive, counts=counts, fp8=fp8))
         return rows
 
@@ -204,9 +205,11 @@ def _measure(
         truth["d_hidden_states"] += d_x
         if family.renormalize and index.shape[1] == 1:
             del truth["d_router"]  # a single weight is always 1: its gradient is rounding noise
-    quantised = is_quantised(find_experts(block))
-    wide, narrow = (hf[:1], hf[1:]) if quantised else (hf, hf)
-    if backward or quantised:  # FP8 activations are for the passes without gradients
+    experts = find_experts(block)
+    quantised = is_quantised(experts)
+    apart = quantised and not multiplies_fp8(experts)  # DEQUANTISED is for those with gradients
+    wide, narrow = (hf[:1], hf[1:]) if apart else (hf, hf)
+    if backward or quantised:
         output = ours["output_no_grad" if backward else "output"]
         parts = [law.measure(output, [run["output"] for run in narrow], truth["output"])]
         measured.tensors["output_no_grad"] = parts
@@ -330,9 +333,12 @@ class Comparison:
             raise ValueError("it is wrapped by PEFT: check the model before that")
         gate_up, down = logical(self.ours, *(getattr(experts, n) for n in projections(experts)[:2]))
         self.quantised, self.device = is_quantised(experts), gate_up.device
-        self.dtype = gate_up.dtype
+        self.dtype, self.in_fp8 = gate_up.dtype, ()
         if self.quantised:
             self.dtype = dtype or getattr(experts.config, "dtype", None) or torch.bfloat16
+            self.in_fp8 = ("output_no_grad",)
+            if multiplies_fp8(experts):
+                self.in_fp8 += ("output", "d_hidden_states", "d_top_k_weights", "d_router")
         self.num_experts, self.intermediate_size = gate_up.shape[0], down.shape[2]
         self.hidden_size = gate_up.shape[2]
         self.baselines = {way: hugging_face(self.ours, way) for way in implementations(self.ours)}
@@ -378,7 +384,7 @@ class Comparison:
                 slots, draws = slots + given.index.numel(), draws + 1
         remarks = [f"pooled over {draws} draws"] if draws > 1 else []
         remarks += [f"input {scale} * randn"] if scale not in (None, 1) else []
-        judged = measured.rows(self.dtype, _rms(given.x), self.quantised)
+        judged = measured.rows(self.dtype, _rms(given.x), self.in_fp8)
         return [*judged, repeat], ", ".join(remarks)
 
     def _run_ours(self, given: _Inputs, backward: bool) -> Run:

@@ -14,7 +14,14 @@ from . import fp8, kernels
 from .accumulate import Leaf, leaf, target
 from .activation import Activation, parse
 from .checks import check
-from .grouped import DTYPES, expert_order, grouped_gemm, rows_contiguous, sort
+from .grouped import (
+    DTYPES,
+    expert_order,
+    grouped_gemm,
+    input_gradient,
+    rows_contiguous,
+    sort,
+)
 from .kernels import on_device, op
 from .low_rank import LowRank
 from .order import ExpertOrder
@@ -82,6 +89,14 @@ def _scales(extra: list[Tensor]) -> list[Tensor | None]:
     return extra[6:] or [None, None]
 
 
+def _in_fp8(
+    x: Tensor, gate_up: Tensor, down: Tensor, weight_on_input: bool, activation: str, extra: list
+) -> bool:
+    """Whether both products are of FP8 activations, too."""
+    plain = len(extra) > 6 and not weight_on_input and not any(t.numel() for t in extra[:6])
+    return plain and fp8.multiplies(x, gate_up, down, activation)
+
+
 @op(lambda hidden_states, *_: hidden_states.new_empty(hidden_states.shape))
 def _experts_inference(
     hidden_states: Tensor,
@@ -98,10 +113,8 @@ def _experts_inference(
     with on_device(hidden_states.device):
         adapted = any(factor.numel() for factor in extra[:4])
         if adapted or not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
-            scales = _scales(extra)
-            more = adapted or weight_on_input or any(bias.numel() for bias in extra[4:6])
-            if scales[0] is not None and not more and fp8.multiplies(*tensors[:3], activation):
-                return fp8.experts(*tensors, *scales, None, activation)
+            if _in_fp8(*tensors[:3], weight_on_input, activation, extra):
+                return fp8.forward(*tensors, *_scales(extra), None, activation)[0]
             return _by_sort(*tensors, weight_on_input, activation, extra, False)[0]
         (gate_up_bias, down_bias), (gate_up_scale, down_scale) = _biases(extra), _scales(extra)
         return kernels.decode.decode(
@@ -142,7 +155,14 @@ def _experts_forward(
     """(out [T, H], pre-activation [S, 2I], order buffer, the low-rank updates' x A^T)."""
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
-        return _by_sort(*tensors, weight_on_input, activation, extra, True)
+        if not _in_fp8(*tensors[:3], weight_on_input, activation, extra):
+            return _by_sort(*tensors, weight_on_input, activation, extra, True)
+        scales, empty = _scales(extra), hidden_states.new_empty
+        out, pre, order, buffer = fp8.forward(*tensors, *scales, None, activation, True)
+        dtype, experts = hidden_states.dtype, len(gate_up_proj)
+        if order.block_m != kernels.tiles.block_m(top_k_index.numel(), experts, dtype):
+            _, buffer = sort(top_k_index, experts, dtype)  # the backward's tiles
+        return out, pre, buffer, empty(0), empty(0)
 
 
 def _fake_backward(
@@ -216,13 +236,18 @@ def _gradients(
             () if a is None or not a.numel() else (b.transpose(1, 2), a.transpose(1, 2))
             for a, b in ((a1, b1), (a2, b2))
         ]
-        update = _update(x, order, *turned[1])
-        d_pre, act, d_scale = kernels.dgate.dgate(
-            d_out, down_proj, order, top_k_weights.contiguous(), pre,
-            weight_on_input=weight_on_input, need_act=need_down or need_a2,
-            need_pre=need_hidden or need_gate_up or need_a1 or need_b1 or need_biases[0],
-            need_scale=need_weights, activation=activation, scale=down_scale, low_rank=update,
-        )  # fmt: skip
+        update, into = _update(x, order, *turned[1]), None
+        parts = kernels.dequantize.few_at_a_time(down_proj, down_scale, order, x.dtype, update)
+        for weight, scale, part in parts:
+            into = kernels.dgate.dgate(
+                d_out, weight, part, top_k_weights.contiguous(), pre,
+                weight_on_input=weight_on_input, need_act=need_down or need_a2,
+                need_pre=need_hidden or need_gate_up or need_a1 or need_b1 or need_biases[0],
+                need_scale=need_weights, activation=activation, scale=scale, low_rank=update,
+                into=into,
+            )  # fmt: skip
+        d_pre, act, d_scale = into
+        del into, weight, scale, part  # widened weights, perhaps
         if need_weights:
             out, start = top_k_weights.new_empty(top_k_weights.shape), None
             if down_bias is not None:
@@ -259,10 +284,7 @@ def _gradients(
         update = _update(x, order, *turned[0])
         if need_hidden:
             rows = x.new_empty(slots, x.shape[1])
-            scale = None if gate_up_scale is None else gate_up_scale.transpose(1, 2)
-            kernels.grouped_gemm.grouped_gemm(
-                d_pre, gate_up_proj.transpose(1, 2), order, out=rows, scale=scale, low_rank=update
-            )
+            input_gradient(d_pre, gate_up_proj, gate_up_scale, order, out=rows, low_rank=update)
             grads[0] = kernels.combine.combine(rows, order.slot_to_row, top_k)
         elif need_a1:
             kernels.grouped_gemm.grouped_gemm(d_pre, update.a, order, out=update.side)
@@ -357,9 +379,10 @@ def fused_experts(
             [E, ceil(H / 128), ceil(I / 128)], float32 or float8_e8m0fnu: the weights are
             float8_e4m3fn, and each 128 x 128 block of them times its scale is what they stand for
             (the last blocks may be ragged). Such weights are frozen: gradients flow to everything
-            else. They are never dequantised as a whole. Without gradients, beyond a few tokens and
-            where the card has FP8 products, activations are quantised too, 1 x 128, as Hugging
-            Face does; else they stay as they are.
+            else. They are never dequantised as a whole. Where the card has FP8 products and I is a
+            multiple of 128, activations are quantised too, 1 x 128, as Hugging Face does, and
+            gradients go straight through that; else, with biases, low-rank updates or
+            weight_on="input", and for a few tokens without gradients, they stay as they are.
 
     Returns:
         [T, H] in the dtype of hidden_states, a fresh tensor. Differentiable in all float inputs,

@@ -319,25 +319,53 @@ def experts(
     """The gathered layout: as `fused_experts`, both products in FP8; checked by its callers.
 
     The activations are quantised as they are gathered, those between the products in the first
-    one's epilogue.
+    one's epilogue. A token or so is not quantised: its experts' weights are widened as they pass.
     """
-    x, index, weights = hidden_states, top_k_index.contiguous(), top_k_weights.contiguous()
+    tensors = hidden_states, gate_up_proj, down_proj, top_k_index.contiguous(), top_k_weights
+    scales = gate_up_scale_inv, down_scale_inv
+    if not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
+        return forward(*tensors, *scales, hidden_states_scale, activation)[0]
+    with on_device(hidden_states.device):
+        return kernels.decode.decode(
+            rows_contiguous(hidden_states), *tensors[1:4], top_k_weights.contiguous(),
+            weight_on_input=False, activation=activation, gate_up_scale=scales[0],
+            down_scale=scales[1], x_scale=hidden_states_scale,
+        )  # fmt: skip
+
+
+def forward(
+    x: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_scale_inv: Tensor,
+    down_scale_inv: Tensor,
+    x_scale: Tensor | None,
+    activation: str,
+    save: bool = False,
+) -> tuple[Tensor, Tensor | None, ExpertOrder, Tensor]:
+    """(out [T, H], pre-activation [S, 2I] if `save`, the order of slots, its buffer)."""
+    index, weights = top_k_index.contiguous(), top_k_weights.contiguous()
     slots, count = index.numel(), len(gate_up_proj)
+    dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
     with on_device(x.device):
         height = kernels.fp8_gemm.height(slots, count, x.device)
-        order, _ = sort(index, count, E4M3, height)
+        order, buffer = sort(index, count, E4M3, height)
         rows, scale = kernels.quantize.quantize(
-            rows_contiguous(x), hidden_states_scale, order, gather=index.shape[1]
+            rows_contiguous(x), x_scale, order, gather=index.shape[1]
         )
+        pre = x.new_empty(slots, gate_up_proj.shape[1], dtype=dtype) if save else None
         act, act_scale = kernels.fp8_gemm.fp8_gemm(
-            rows, scale, gate_up_proj, _plain(gate_up_scale_inv), order, activation=activation
-        )
-        dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
+            rows, scale, gate_up_proj, _plain(gate_up_scale_inv), order,
+            activation=activation, pre=pre,
+        )  # fmt: skip
         rows = x.new_empty(slots, x.shape[1], dtype=dtype)
         kernels.fp8_gemm.fp8_gemm(
             act, act_scale, down_proj, _plain(down_scale_inv), order, out=rows
         )
-        return kernels.combine.combine(rows, order.slot_to_row, index.shape[1], weights)
+        out = kernels.combine.combine(rows, order.slot_to_row, index.shape[1], weights)
+    return out, pre, order, buffer
 
 
 def _plain(scale: Tensor) -> Tensor:

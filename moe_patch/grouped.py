@@ -87,6 +87,26 @@ def _grouped_gemm(
         )
 
 
+def input_gradient(
+    d_rows: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    order: ExpertOrder,
+    *,
+    gather: int = 0,
+    out: Tensor,
+    low_rank: kernels.tiles.LowRank | None = None,
+) -> None:
+    """Writes d_rows [S, N] times each row's expert of weight [E, N, K] into `out` [S, K]; arguments
+    as `kernels.grouped_gemm` takes them, the update turned around."""
+    parts = kernels.dequantize.few_at_a_time(weight, scale, order, d_rows.dtype, low_rank)
+    for weight, scale, part in parts:
+        kernels.grouped_gemm.grouped_gemm(
+            d_rows, weight.transpose(1, 2), part, gather=gather, out=out, low_rank=low_rank,
+            scale=None if scale is None else scale.transpose(1, 2),
+        )  # fmt: skip
+
+
 def _fake_gemm_backward(d_out, x, weight, order, block_m, gather, scatter, need, scale=None):
     d_weight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
     return x.new_empty(x.shape if need[0] else 0), d_weight
@@ -111,10 +131,7 @@ def _grouped_gemm_backward(
         d_weight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
         if need[0]:
             rows = d_out.new_zeros(d_out.shape[0], x.shape[1])
-            kernels.grouped_gemm.grouped_gemm(
-                d_out, weight.transpose(1, 2), order, gather=int(scatter), out=rows,
-                scale=None if scale is None else scale.transpose(1, 2),
-            )  # fmt: skip
+            input_gradient(d_out, weight, scale, order, gather=int(scatter), out=rows)
             d_x = kernels.combine.combine(rows, order.slot_to_row, gather) if gather else rows
         if need[1] and gather:
             kernels.dw.dw(x, d_out, order, gather=gather, out=d_weight.transpose(1, 2))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import reference
+from . import fp8, reference
 from .emulate import dequantised_linear, fp8_linear
 from .models.decorated import (
     ExpertsConfig,
@@ -144,6 +144,12 @@ def trained(experts: nn.Module) -> tuple[str, ...]:
     return () if is_quantised(experts) else projections(experts)
 
 
+def multiplies_fp8(experts: nn.Module) -> bool:
+    """Whether our passes over these FP8 experts, a few tokens apart, quantise activations, too."""
+    weights = (getattr(experts, name) for name in projections(experts))
+    return fp8.multiplies(experts.down_proj, *weights, str(activation_of(experts)))
+
+
 def logical(block: nn.Module, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """Views [E, 2I, H] (without a gate [E, I, H]) and [E, H, I] of weights or their gradients."""
     experts = find_experts(block)
@@ -154,7 +160,7 @@ def implementations(block: nn.Module) -> list[str]:
     """Hugging Face's ways of running the block that count as the baseline."""
     experts = find_experts(block)
     if is_quantised(experts):
-        return [DEQUANTISED, "emulated", "grouped_mm"]
+        return [DEQUANTISED] * (not multiplies_fp8(experts)) + ["emulated", "grouped_mm"]
     return ["eager", "grouped_mm"] if is_decorated(experts) else ["dense"]
 
 

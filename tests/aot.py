@@ -29,7 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_patch import experts, routing
+from moe_patch import experts, kernels, routing
+from moe_patch import fp8 as products
 from moe_patch.activation import parse
 from moe_patch.kernels import launch as launcher
 from moe_patch.kernels import tiles
@@ -135,6 +136,9 @@ def moe_launches(
                 ]
                 extra = [torch.empty(0, dtype=dtype)] * 6 + scales
                 need = [True, False, False, True] + [False] * 8
+                if kernels.fp8_gemm.runs(x.device):  # rows that are FP8 already
+                    q, x_scale = x.to(torch.float8_e4m3fn), torch.empty(tokens, -(-hidden // 128))
+                    products.experts(q, w1, w2, index, weights, *scales, x_scale, act)
             if biased:
                 extra = [torch.empty(0, dtype=dtype)] * 4
                 extra += [torch.empty(num_experts, size, dtype=dtype) for size in (width, hidden)]

@@ -67,7 +67,7 @@ ARROWS = {
 # "" is the package itself, for its __version__.
 BENEATH = {"", "kernels", "law", "models", "models.*", "patcher", "reference", "shapes", "experts"}
 ARROWS |= {
-    "shadow": BENEATH | {"emulate"},
+    "shadow": BENEATH | {"emulate", "fp8"},
     "compare_router": BENEATH,
     "compare": BENEATH | {"compare_router", "shadow"},
     "parity": BENEATH | {"compare", "shadow"},

@@ -13,7 +13,7 @@ from ops import DTYPES, assert_close, gradients, in_double, in_fp8, moe
 from moe_patch import fp8, reference
 from moe_patch.activation import Activation
 from moe_patch.experts import fused_experts
-from moe_patch.kernels import tiles
+from moe_patch.kernels import dequantize, tiles
 from moe_patch.kernels.decode import decodes
 from moe_patch.kernels.weights import widen, widen_scale
 
@@ -177,6 +177,38 @@ def test_nan_in_a_scale_stays_with_its_expert(device, which, tokens):
     hit = arguments["top_k_index"][:, 0] == 1
     assert torch.equal(fused_experts(**arguments).isnan().all(1), hit)
     assert torch.equal(fused_experts(**arguments).isnan().any(1), hit)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(
+    "size,dtype,scale_dtype",
+    [
+        ((21, 160, 96, 4, 2), torch.float32, torch.float32),
+        ((21, 136, 72, 3, 1), torch.float16, E8M0),
+        pytest.param((700, 256, 128, 8, 2), torch.bfloat16, torch.float32, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+def test_backward_of_a_few_experts_at_a_time(device, size, dtype, scale_dtype, monkeypatch):
+    """As where each has hundreds of rows."""
+    _, hidden, inner, experts, _ = size
+    monkeypatch.setattr(dequantize, "ROWS", 1)
+    monkeypatch.setattr(dequantize, "BYTES", 2 * hidden * 2 * inner * dtype.itemsize)
+    widened, original = [], dequantize.dequantize
+
+    def recording(weight, scale, out):
+        widened.append(len(weight))
+        return original(weight, scale, out)
+
+    monkeypatch.setattr(dequantize, "dequantize", recording)
+    arguments = in_fp8(moe(device, dtype, *size, routing="sentinel"), scale_dtype)
+    exact = in_double(arguments)
+    out, truth = fused_experts(**arguments), reference.fused_experts(**exact)
+    d_out = torch.randn(out.shape, generator=torch.manual_seed(1)).to(device, dtype)
+    ours = gradients(out, d_out, *arguments.values())
+    for mine, other in zip(ours, gradients(truth, d_out, *exact.values()), strict=True):
+        assert_close(mine, other, dtype)
+    assert sum(widened) == 2 * experts and len(widened) > 2
 
 
 @pytest.mark.gpu

@@ -44,8 +44,9 @@ def _products(
 
 @triton.jit
 def decode_gate_up_kernel(
-    x, w, scales, bias, index, slot_weight, act,
-    STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    x, x_scale, w, scales, bias, index, slot_weight, act,
+    STRIDE_X: tl.constexpr, STRIDE_XS: tl.constexpr, STRIDE_XG: tl.constexpr,
+    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, BIAS: tl.constexpr,
@@ -61,7 +62,8 @@ def decode_gate_up_kernel(
         INNER: tl.constexpr = I if FORM == "ungated" else 2 * I
         END: tl.constexpr = 2 * I if FORM == "interleaved" else I
         m = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-        row = x + (slot // TOP_K).to(tl.int64) * STRIDE_X
+        token = (slot // TOP_K).to(tl.int64)
+        row = x + token * STRIDE_X
         rows = w + expert * STRIDE_E + m[:, None] * STRIDE_N
         if scales is not None:
             scales += expert * SCALE_E
@@ -69,7 +71,11 @@ def decode_gate_up_kernel(
         up = tl.zeros([BN, PARTS], dtype=tl.float32)
         for k0 in range(0, H, BK):
             k = k0 + tl.arange(0, BK)
-            a = tl.load(row + k, mask=k < H, other=0.0).to(tl.float32)[None, :]
+            a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)
+            if x_scale is not None:
+                at = x_scale + token * STRIDE_XS + k // _BLOCK * STRIDE_XG
+                a *= tl.load(at, mask=k < H, other=0.0)
+            a = a[None, :]
             at = rows + k[None, :] * STRIDE_K
             gate += _products(at, scales, a, m, k0, SCALE_N, SCALE_K, 0, END, H, WIDTH, BK, PARTS)
             if FORM == "concatenated":
@@ -159,25 +165,31 @@ def decode(
     down_scale: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> Tensor:
     """fused_experts [T, H] -> [T, H] for the cases that `decodes` accepts; nothing is kept. Scales
-    are of FP8 weights."""
+    are of FP8 weights, x_scale float32 [T, ceil(H / 128)] of x in FP8; then out is bfloat16."""
     tokens, hidden = x.shape
     top_k = top_k_index.shape[1]
     inner = down_proj.shape[2]
     gate_up, down = _launches(
         hidden, inner, down_proj.shape[0], top_k, weight_on_input, activation,
         gate_up_bias is not None, down_bias is not None,
-        gate_up_proj.element_size(), x.stride(0), gate_up_proj.stride(), down_proj.stride(),
+        gate_up_proj.element_size(),
+        (x.stride(0), 0, 0) if x_scale is None else (x.stride(0), *x_scale.stride()),
+        gate_up_proj.stride(), down_proj.stride(),
         *(None if scale is None else scale.stride() for scale in (gate_up_scale, down_scale)),
     )  # fmt: skip
     if gate_up_scale is not None:
         gate_up_proj, down_proj = readable(gate_up_proj), readable(down_proj)
         gate_up_scale, down_scale = readable(gate_up_scale), readable(down_scale)
     act = x.new_empty((tokens * top_k, inner), dtype=torch.float32)
-    out = x.new_empty(x.shape)
+    out = x.new_empty(x.shape, dtype=x.dtype if x_scale is None else torch.bfloat16)
     grid = (cdiv(inner, gate_up.constants["BN"]), tokens * top_k)
-    gate_up(grid, x, gate_up_proj, gate_up_scale, gate_up_bias, top_k_index, top_k_weights, act)
+    x = x if x_scale is None else readable(x)
+    gate_up(
+        grid, x, x_scale, gate_up_proj, gate_up_scale, gate_up_bias, top_k_index, top_k_weights, act
+    )
     grid = (cdiv(hidden, down.constants["BN"]), tokens)
     down(grid, act, down_proj, down_scale, down_bias, top_k_index, top_k_weights, out)
     return out
@@ -194,7 +206,7 @@ def _launches(
     gate_up_bias: bool,
     down_bias: bool,
     itemsize: int,
-    stride_x: int,
+    x_strides: tuple[int, int, int],
     *strides: tuple[int, int, int] | None,
 ) -> tuple[Launch, Launch]:
     """Of the two kernels; `strides` of both weights and of both scales."""
@@ -208,7 +220,8 @@ def _launches(
     block = _block(itemsize, hidden, strides[0], down=False, scaled=scaled)
     first = Launch(
         decode_gate_up_kernel,
-        STRIDE_X=stride_x, **gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
+        **dict(zip(("STRIDE_X", "STRIDE_XS", "STRIDE_XG"), x_strides)),
+        **gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
         BIAS=gate_up_bias, **constants(activation), **block,
     )  # fmt: skip
     block = _block(itemsize, inner, strides[1], down=True, scaled=scaled)

@@ -167,22 +167,26 @@ def dgate(
     activation: str = "silu",
     scale: Tensor | None = None,
     low_rank: LowRank | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(d_pre as pre, act [S, I], d_scale partials [S, column tiles] float32) in expert order.
 
     d_out [T, H], down_proj [E, H, I], pre [S, 2I] or [S, I] as `gate_up` saved it; `scale`
     [E, ceil(H / 128), ceil(I / 128)] is of an FP8 down_proj. What is not needed comes back empty;
-    rows of dropped slots are not written. With `low_rank`, of the weight as the kernel sees it,
-    [E, I, H]: A [E, R, H], B [E, I, R].
+    rows of dropped slots are not written. `into` is what an earlier call for other rows returned:
+    these are added to it. With `low_rank`, of the weight as the kernel sees it, [E, I, H]:
+    A [E, R, H], B [E, I, R].
     """
     slots, (experts, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
     name = "dgate" if scale is None else "dgate" + W8
     rows = slots // experts
     tile = choose(name, order.block_m, rows, inner, hidden, d_out.dtype, d_out.device)
     columns = cdiv(inner, tile.bn)
-    d_pre = torch.empty_like(pre) if need_pre else pre.new_empty(0)
-    act = pre.new_empty((slots, inner) if need_act else (0,))
-    d_scale = pre.new_empty((slots, columns) if need_scale else (0,), dtype=torch.float32)
+    d_pre, act, d_scale = into or (
+        torch.empty_like(pre) if need_pre else pre.new_empty(0),
+        pre.new_empty((slots, inner) if need_act else (0,)),
+        pre.new_empty((slots, columns) if need_scale else (0,), dtype=torch.float32),
+    )
     if slots == 0:
         return d_pre, act, d_scale
     weight = down_proj.transpose(1, 2)  # [E, N = I, K = H]

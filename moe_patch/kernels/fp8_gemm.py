@@ -2,7 +2,7 @@
 
 out[r] = sum over blocks b of K of x_scale[r, b] w_scale[e_r, n / 128, b] (x[r, b] W[e_r, n, b]^T)
 (DeepSeek-V3, arXiv:2412.19437, section 3.3). Or, of a gate and an up projection, their activation,
-quantised again for the next one.
+quantised again for the next one, and on request kept for a backward.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def place(
 
 @triton.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os", "groups"])
 def fp8_gemm_kernel(
-    x, w, x_scale, w_scale, out, out_scale, ends, tile_expert, tile_row, num_tiles,
+    x, w, x_scale, w_scale, out, out_scale, pre, ends, tile_expert, tile_row, num_tiles,
     stride_xs, stride_xg, stride_os, groups,
-    N: tl.constexpr, K: tl.constexpr, M_MAX: tl.constexpr, ACTIVATE: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, M_MAX: tl.constexpr,
+    ACTIVATE: tl.constexpr, SAVE_PRE: tl.constexpr,
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
     INTERPRET: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -86,6 +87,10 @@ def fp8_gemm_kernel(
             b = tl.load(w_columns + (WIDTH * K + k[:, None]), mask=mask, other=0.0)
             by_w = tl.load(w_scales + NUM_N * NUM_K + block)
             up = tl.fma(tl.dot(a, b), (by_x * by_w)[:, None], up)
+    if SAVE_PRE:
+        at = pre + rows.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(at, acc.to(pre.dtype.element_ty), mask=inside[:, None])
+        tl.store(at + WIDTH, up.to(pre.dtype.element_ty), mask=inside[:, None])
     if ACTIVATE:
         acc, _, _ = glu(acc, up, ACT, LIMIT, ALPHA, OFFSET)
         acc, scale = quantize_rows(acc, False, INTERPRET)
@@ -152,9 +157,11 @@ def fp8_gemm(
     *,
     masked_m: Tensor | None = None,
     activation: str | None = None,
+    pre: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out [S, N] bfloat16, None); with `activation` (e4m3 [S, N / 2], scales [S, N / 256]).
+    """(out [S, N] bfloat16, None); with `activation` (e4m3 [S, N / 2], scales [S, N / 256]), and
+    what is activated in `pre` [S, N] if there is one.
 
     x e4m3 [S, K], contiguous, in expert order, or with `masked_m` [E] int32 E equal parts of which
     the first masked_m[e] rows count. x_scale float32 [S, ceil(K / 128)], any strides; weight e4m3
@@ -185,8 +192,8 @@ def fp8_gemm(
         stages = max(1, min(4, (tiles.chip(x.device)[1] - 4096) // ((bm + 2 * BLOCK) * BLOCK)))
     start = _prepared(
         hopper, stages, activation or "silu None 1.0 0.0 concatenated",
-        N=n, K=columns, M_MAX=m_max, ACTIVATE=activation is not None, BM=bm,
-        GROUP_M=16 if columns > 4096 else 8,
+        N=n, K=columns, M_MAX=m_max, ACTIVATE=activation is not None, SAVE_PRE=pre is not None,
+        BM=bm, GROUP_M=16 if columns > 4096 else 8,
     )  # fmt: skip
     wide = n // 2 if activation else n
     count *= cdiv(wide, BLOCK if activation or not hopper else 2 * BLOCK)
@@ -198,7 +205,7 @@ def fp8_gemm(
         )
         count = min(count, _programs(x.device))
     start(
-        (count,), *operands, x_scale, weight_scale, out, scale, ends, *listed,
+        (count,), *operands, x_scale, weight_scale, out, scale, pre, ends, *listed,
         *x_scale.stride(), 0 if scale is None else scale.stride(1), experts,
     )  # fmt: skip
     return out, scale

@@ -50,11 +50,11 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, ends, tile_expert, tile_row,
-    total, tiles, stride_xs, stride_xg, stride_os,
+    x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, pre, ends, tile_expert,
+    tile_row, total, tiles, stride_xs, stride_xg, stride_os,
     PART: gl.constexpr, N: gl.constexpr, K: gl.constexpr, NUM_N: gl.constexpr,
     WIDTH: gl.constexpr, SHIFT: gl.constexpr, M_MAX: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, ACTIVATE: gl.constexpr,
+    STAGES: gl.constexpr, ACTIVATE: gl.constexpr, SAVE_PRE: gl.constexpr,
     ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, OFFSET: gl.constexpr,
 ):  # fmt: skip
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -96,10 +96,13 @@ def _consume(
                 right = gl.fma(part, gl.expand_dims(by_x * by_right, 1), right)
                 by_x, by_left, by_right = next_x, next_left, next_right
                 step += 1
+            first_row = first + PART * 64
+            if SAVE_PRE:
+                _stored(left, pre, first_row, end, column * WIDTH, N)
+                _stored(right, pre, first_row, end, column * WIDTH + SHIFT, N)
             if ACTIVATE:
                 _activated(left, right, out, out_scale, rows, end, column, stride_os, N // 2, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
             else:
-                first_row = first + PART * 64
                 _stored(left, out, first_row, end, column * WIDTH, N)
                 _stored(right, out, first_row, end, column * WIDTH + SHIFT, N)
 
@@ -140,9 +143,10 @@ def _activated(
 
 @gluon.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os", "groups"])
 def fp8_hopper_kernel(
-    x, w, x_scale, w_scale, out, out_scale, ends, tile_expert, tile_row, num_tiles,
+    x, w, x_scale, w_scale, out, out_scale, pre, ends, tile_expert, tile_row, num_tiles,
     stride_xs, stride_xg, stride_os, groups,
-    N: gl.constexpr, K: gl.constexpr, M_MAX: gl.constexpr, ACTIVATE: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, M_MAX: gl.constexpr,
+    ACTIVATE: gl.constexpr, SAVE_PRE: gl.constexpr,
     ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, OFFSET: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
@@ -166,16 +170,16 @@ def fp8_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, ends, tile_expert,
-                tile_row, total, tiles, stride_xs, stride_xg, stride_os,
-                0, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, ACT, LIMIT, ALPHA,
-                OFFSET,
+                x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, pre, ends,
+                tile_expert, tile_row, total, tiles, stride_xs, stride_xg, stride_os,
+                0, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, SAVE_PRE,
+                ACT, LIMIT, ALPHA, OFFSET,
             )),
             (_consume, (
-                x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, ends, tile_expert,
-                tile_row, total, tiles, stride_xs, stride_xg, stride_os,
-                1, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, ACT, LIMIT, ALPHA,
-                OFFSET,
+                x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, pre, ends,
+                tile_expert, tile_row, total, tiles, stride_xs, stride_xg, stride_os,
+                1, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, SAVE_PRE,
+                ACT, LIMIT, ALPHA, OFFSET,
             )),
             (_produce, (
                 x, w, x_ring, w_ring, ready, empty, ends, tile_expert, tile_row, total, tiles,

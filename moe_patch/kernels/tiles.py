@@ -164,8 +164,8 @@ def heuristic(
         elif shared < 160_000:
             tile = Tile(bm, 64 // halves, 32, 4, 3)
         else:
-            bn, bk = (128 if bm > 32 else 64) // halves, 128 if tma else 64
-            tile = Tile(bm, bn, bk, 8 if bm == 128 else 4, 4)
+            bn, bk = (128 if bm == 64 else 64) // halves, 128 if tma and bm < 64 else 64
+            tile = Tile(bm, bn, bk, 4, 3 if bm == 128 else 4)
         return fit(kernel, tile, n, dtype.itemsize, shared)
     if kernel.startswith("dw"):
         bm = 64 if dtype == torch.float32 or shared < 160_000 else 128

@@ -18,9 +18,22 @@ def _ordered(x):
 
 
 @triton.jit
+def _best(key, K: tl.constexpr, KP: tl.constexpr, LEAST: tl.constexpr):
+    """[BLOCK, KP]: the K largest of distinct keys [BLOCK, N], largest first, then LEAST. A sorting
+    network would be many times the code, and a few tokens' time is that of fetching it."""
+    place = tl.arange(0, KP)[None, :]
+    best = tl.full([key.shape[0], KP], LEAST, key.dtype)
+    for i in range(K):
+        most = tl.max(key, axis=1)[:, None]
+        best = tl.where(place == i, most, best)
+        key = tl.where(key == most, LEAST, key)
+    return best
+
+
+@triton.jit
 def _keep_groups(
     y, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, FILL: tl.constexpr,
-    GP: tl.constexpr, KP: tl.constexpr,
+    GP: tl.constexpr,
 ):  # fmt: skip
     """FILL for what is outside of the best groups. y [BLOCK, EP] has GP groups of one size."""
     BLOCK: tl.constexpr = y.shape[0]
@@ -33,8 +46,10 @@ def _keep_groups(
     group = tl.arange(0, GP)[None, :]
     key = (_ordered(score).to(tl.int64) << 32) | (GP - 1 - group).to(tl.int64)
     key = tl.where(group < GROUPS, key, -0x7FFFFFFFFFFFFFFF)
-    best = tl.where(tl.arange(0, KP)[None, :] < TOP_GROUPS, tl.topk(key, KP), 0x7FFFFFFFFFFFFFFF)
-    kept = key >= tl.min(best, axis=1)[:, None]
+    last = key
+    for _ in range(TOP_GROUPS - 1):
+        last = tl.where(last == tl.max(last, axis=1)[:, None], -0x7FFFFFFFFFFFFFFF, last)
+    kept = key >= tl.max(last, axis=1)[:, None]
     return tl.reshape(tl.where(kept[:, :, None], y, FILL), (BLOCK, GP * SP))
 
 
@@ -45,7 +60,7 @@ def topk_kernel(
     SCALE: tl.constexpr, EPS: tl.constexpr, BIAS: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, FILL: tl.constexpr,
     DENSE: tl.constexpr, NARROW: tl.constexpr,
-    EP: tl.constexpr, GP: tl.constexpr, KP: tl.constexpr, GKP: tl.constexpr, BLOCK: tl.constexpr,
+    EP: tl.constexpr, GP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (token < num_tokens)[:, None]
@@ -72,14 +87,14 @@ def topk_kernel(
             y += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
         if GROUPS > 1:
             y = tl.where(real, y, float("-inf"))
-            y = _keep_groups(y, GROUPS, TOP_GROUPS, BEST, FILL, GP, GKP)
+            y = _keep_groups(y, GROUPS, TOP_GROUPS, BEST, FILL, GP)
 
     # one key sorts by logit, then by lowest id; int32 order equals float order after the flip
     bits = _ordered(y)
     if NARROW:  # logits of 16 bits: float32 leaves its last 13 free
         key = (bits & -0x2000) | (EP - 1 - expert)
         key = tl.where(real, key, -0x80000000)
-        best = tl.topk(key, KP)
+        best = _best(key, K, KP, -0x80000000)
         chosen = EP - 1 - (best & 0x1FFF)
         bits = best & -0x2000
         bits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -0x2000
@@ -87,7 +102,7 @@ def topk_kernel(
     else:
         key = (bits.to(tl.int64) << 32) | (EP - 1 - expert).to(tl.int64)
         key = tl.where(real, key, -0x7FFFFFFFFFFFFFFF)
-        best = tl.topk(key, KP)
+        best = _best(key, K, KP, -0x7FFFFFFFFFFFFFFF)
         chosen = EP - 1 - (best & 0xFFFFFFFF).to(tl.int32)
         bits = (best >> 32).to(tl.int32)
         value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -198,8 +213,7 @@ def topk(
             SIGMOID=sigmoid, RENORMALIZE=renormalize, SCALE=scale, EPS=eps, BIAS=bias is not None,
             GROUPS=num_groups, TOP_GROUPS=top_groups, BEST=group_best, FILL=group_fill,
             DENSE=dense is not None, NARROW=narrow, EP=padded, GP=power_of_two(num_groups),
-            KP=max(2, power_of_two(top_k)),  # tl.topk fails on one element
-            GKP=max(2, power_of_two(top_groups)), BLOCK=block, num_warps=4,
+            KP=power_of_two(top_k), BLOCK=block, num_warps=min(4, cdiv(block * padded, 256)),
         )  # fmt: skip
         bias = weights if bias is None else bias
         dense = weights if dense is None else dense
