@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 HERE = Path(__file__).parent
 SMALL = "--layers 1 --hidden 128 --intermediate 64 --experts 8 --top-k 2"
@@ -26,7 +26,10 @@ SMALL = "--layers 1 --hidden 128 --intermediate 64 --experts 8 --top-k 2"
 def launch(folder: Path, *checks: str, seconds: float, **environment: str) -> dict[str, str]:
     """Runs the checks on two ranks; {check: tracebacks} of what failed."""
     common = os.environ | environment
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    # here, as torchrun has it: a port found free may be another's by the time rank 0 binds it
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     common |= {"SHARED": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(HERE / "sharded.py"), str(folder / "results"), *checks]
     logs = [(folder / f"log.{rank}").open("w") for rank in range(2)]
@@ -62,12 +65,6 @@ def launch(folder: Path, *checks: str, seconds: float, **environment: str) -> di
     return found
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_two_processes(tmp_path):
     failures = launch(tmp_path, seconds=240, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
@@ -87,7 +84,7 @@ def test_a_killed_rank_ends_the_job(tmp_path):
 
 def kill_one_rank(folder: Path, seconds: float = 60) -> None:
     example = HERE.parent / "examples" / "train_distributed.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", free_port()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(example), "--engine", "ep", "--steps", "100000"]
     path = os.pathsep.join([str(HERE.parent), *sys.path])
     with (folder / "log").open("w") as log:
