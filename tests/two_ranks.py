@@ -131,17 +131,20 @@ def whole(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
     if isinstance(tensor, DTensor):
-        (place,) = tensor.placements
-        strided = isinstance(place, _StridedShard)  # gate and up apart: torch 2.11 cannot gather it
-        tensor = _gathered(tensor, place) if strided else tensor.full_tensor()
+        # torch 2.11 cannot gather _StridedShard: gate and up apart, or FSDP over the ranks of EP
+        strided = any(isinstance(place, _StridedShard) for place in tensor.placements)
+        tensor = _gathered(tensor) if strided else tensor.full_tensor()
     return tensor.detach().double()
 
 
-def _gathered(tensor: DTensor, place: _StridedShard) -> Tensor:
-    local = tensor.to_local().detach().contiguous()
-    parts = [torch.empty_like(local) for _ in range(tensor.device_mesh.size())]
-    distributed.all_gather(parts, local, group=tensor.device_mesh.get_group())
-    pieces = zip(*(part.chunk(place.split_factor, place.dim) for part in parts))
+def _gathered(tensor: DTensor) -> Tensor:
+    mesh = tensor.device_mesh
+    (dim,) = (dim for dim in range(mesh.ndim) if mesh.size(dim) > 1)  # there are two ranks
+    place, local = tensor.placements[dim], tensor.to_local().detach().contiguous()
+    parts = [torch.empty_like(local) for _ in range(mesh.size(dim))]
+    distributed.all_gather(parts, local, group=mesh.get_group(dim))
+    factor = getattr(place, "split_factor", 1)
+    pieces = zip(*(part.chunk(factor, place.dim) for part in parts))
     return torch.cat([piece for group in pieces for piece in group], place.dim)
 
 
