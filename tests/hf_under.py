@@ -56,7 +56,7 @@ def counted(function):
 def plain_pytorch() -> None:
     """Instead of the kernels, which the interpreter runs a hundred times slower."""
     from moe_patch import reference
-    from moe_patch.models import decorated, llama4, parts, qwen3_moe
+    from moe_patch.models import decorated, llama4, parts, qwen3_moe, routers
 
     def product(x, weight, top_k_index, *, gather=False, scatter=False):
         chosen = top_k_index.flatten().clamp(0, len(weight) - 1)
@@ -64,8 +64,9 @@ def plain_pytorch() -> None:
         return torch.bmm(weight[chosen], rows[..., None])[..., 0]
 
     def experts(
-        x, gate_up, down, top_k_index, top_k_weights, weight_on="output", activation="silu"
-    ):
+        x, gate_up, down, top_k_index, top_k_weights, weight_on="output", activation="silu",
+        gate_up_bias=None, down_bias=None,
+    ):  # fmt: skip
         dtype, device = gate_up.dtype, x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -74,29 +75,25 @@ def plain_pytorch() -> None:
         rows = x.to(dtype).repeat_interleave(top_k_index.shape[1], 0)
         if weight_on == "input":
             rows = (rows * weights).to(dtype)
-        rows = reference.glu(product(rows, gate_up.to(dtype), top_k_index), activation)
-        rows = product(rows, down.to(dtype), top_k_index)
+        rows = product(rows, gate_up.to(dtype), top_k_index)
+        if gate_up_bias is not None:
+            rows = bias(rows, gate_up_bias.to(dtype), top_k_index)
+        rows = product(reference.glu(rows, activation), down.to(dtype), top_k_index)
+        if down_bias is not None:
+            rows = bias(rows, down_bias.to(dtype), top_k_index)
         if weight_on == "output":
             rows = rows.float() * weights
         return rows.view(*top_k_index.shape, -1).sum(1).to(x.dtype)
 
-    def bias(rows, bias, top_k_index, order, scattered=False):
+    def bias(rows, bias, top_k_index, order=None, scattered=False):
         return rows + bias[top_k_index.flatten().clamp(0, len(bias) - 1)]
-
-    def choose(logits, top_k, **how):
-        index = logits.topk(top_k, dim=-1).indices
-        dtype = how.pop("dtype", None) or logits.dtype
-        return index, reference.expert_weights(logits, index, **how).to(dtype)
-
-    def scores(logits, top_k):
-        index, weights = choose(logits, top_k, score="sigmoid", dtype=torch.float32)
-        return torch.zeros_like(logits).scatter(1, index, weights.to(logits.dtype)), index, weights
 
     decorated.fused_experts = llama4.fused_experts = counted(experts)
     parts.expert_order = lambda top_k_index, *_: top_k_index
     parts.grouped_gemm, parts.add_bias = counted(product), bias
-    qwen3_moe.select_experts = llama4.select_experts = choose
-    llama4.sigmoid_scores = scores
+    for module in (llama4, qwen3_moe, routers):
+        module.select_experts = reference.select_experts
+    llama4.sigmoid_scores = reference.sigmoid_scores
 
 
 def in_place_of_grouped_mm() -> None:

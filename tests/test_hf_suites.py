@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import tarfile
 
 import hf_suites
 import pytest
+import torch
 import transformers
 from hf_suites import Outcomes, Row, lay_out, markdown, missing, read, skips, with_section
+from ops import assert_close, moe
+
+from moe_patch import reference
+from moe_patch.activation import Activation
+from moe_patch.models import decorated, llama4, parts, qwen3_moe, routers
 
 
 def outcomes(**tests):
@@ -160,6 +167,23 @@ def test_runs_a_family_both_ways(tmp_path, monkeypatch):
     assert "| mixtral | patch | 2 | 1 | 1 | 0 | 1 | 1 | 0 |" in text
     assert "test_of_the_unpatched_alone`: failed: AssertionError" in text
     assert "| 1 | no reason |" in text
+
+
+def test_twins_take_what_the_kernels_take(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_SUITES_WAY", "unpatched")
+    monkeypatch.setenv("HF_SUITES_TWINS", "1")
+    monkeypatch.setenv("HF_SUITES_RESULTS", str(tmp_path / "results.jsonl"))
+    hf_under = importlib.import_module("hf_under")
+    for module in (decorated, llama4, parts, qwen3_moe, routers):
+        for name, value in vars(module).copy().items():
+            monkeypatch.setattr(module, name, value)  # put back afterwards
+    hf_under.plain_pytorch()
+    act = Activation(form="interleaved")
+    arguments = moe("cpu", torch.float32, 5, 16, 8, 4, 2, act=act, biased=True, routing="sentinel")
+    *tensors, up_bias, down_bias = arguments.values()
+    biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
+    found = decorated.fused_experts(*tensors, activation=act, **biases)
+    assert_close(found, reference.fused_experts(**arguments, activation=act), torch.float32)
 
 
 def test_runs_a_test_of_the_sdist(monkeypatch, tmp_path):
