@@ -22,7 +22,7 @@ def check_scaled(name: str, weight: Tensor, scale: Tensor | None, scale_name: st
         ValueError: no scales, of another shape or device, or one of both wants a gradient.
     """
     if weight.dtype != E4M3:
-        raise TypeError(f"{name} is {weight.dtype}: with scales both weights must be {E4M3}.")
+        raise TypeError(f"{name} is {weight.dtype}: with {scale_name} it must be {E4M3}.")
     if scale is None:
         raise ValueError(f"{name} is {weight.dtype} and has no scales: pass {scale_name}.")
     if scale.dtype not in SCALES:
