@@ -231,7 +231,7 @@ def test_nothing_of_the_weights_size_is_made(device):
         ({"down_scale_inv": lambda s: s.mT[:, None]}, ValueError, r"must be \[2, 2, 1\]"),
         ({"down_scale_inv": lambda s: s.half()}, TypeError, "is torch.float16: float32 or"),
         ({"down_proj": lambda w: w.float()}, TypeError, "with down_scale_inv it must be"),
-        ({"down_proj": lambda w: w.view(torch.uint8)}, TypeError, "is torch.uint8: with down_scale"),
+        ({"down_proj": lambda w: w.view(torch.uint8)}, TypeError, "is torch.uint8: with down"),
         ({"gate_up_proj": lambda w: w.requires_grad_()}, ValueError, "FP8 weights are frozen"),
         ({"down_scale_inv": lambda s: s.requires_grad_()}, ValueError, "pass down_scale_inv.det"),
         ({"hidden_states": lambda x: x.to(torch.float8_e4m3fn)}, TypeError, "must be bfloat16"),
