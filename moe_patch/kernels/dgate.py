@@ -174,7 +174,7 @@ def dgate(
     d_out [T, H], down_proj [E, H, I], pre [S, 2I] or [S, I] as `gate_up` saved it; `scale`
     [E, ceil(H / 128), ceil(I / 128)] is of an FP8 down_proj. What is not needed comes back empty;
     rows of dropped slots are not written. `into` is what an earlier call for other rows returned:
-    these are added to it. With `low_rank`, of the weight as the kernel sees it, [E, I, H]:
+    these are written there. With `low_rank`, of the weight as the kernel sees it, [E, I, H]:
     A [E, R, H], B [E, I, R].
     """
     slots, (experts, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
