@@ -321,15 +321,17 @@ def experts(
     The activations are quantised as they are gathered, those between the products in the first
     one's epilogue. A token or so is not quantised: its experts' weights are widened as they pass.
     """
-    tensors = hidden_states, gate_up_proj, down_proj, top_k_index.contiguous(), top_k_weights
-    scales = gate_up_scale_inv, down_scale_inv
     if not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
-        return forward(*tensors, *scales, hidden_states_scale, activation)[0]
+        return forward(
+            hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights,
+            gate_up_scale_inv, down_scale_inv, hidden_states_scale, activation,
+        )[0]  # fmt: skip
     with on_device(hidden_states.device):
         return kernels.decode.decode(
-            rows_contiguous(hidden_states), *tensors[1:4], top_k_weights.contiguous(),
-            weight_on_input=False, activation=activation, gate_up_scale=scales[0],
-            down_scale=scales[1], x_scale=hidden_states_scale,
+            rows_contiguous(hidden_states), gate_up_proj, down_proj,
+            top_k_index.contiguous(), top_k_weights.contiguous(),
+            weight_on_input=False, activation=activation, gate_up_scale=gate_up_scale_inv,
+            down_scale=down_scale_inv, x_scale=hidden_states_scale,
         )  # fmt: skip
 
 
