@@ -98,7 +98,11 @@ def start(options: argparse.Namespace) -> Path:
     folder = options.out / "model"
     if distributed.get_rank() == 0 and not (options.resume and folder.is_dir()):
         sizes = (options.hidden, options.intermediate, options.experts, options.top_k)
-        build_model(Shape("qwen3_moe", *sizes), layers=options.layers).save_pretrained(folder)
+        heads = 8  # which transformers 5.23 spreads over the ranks of expert parallelism, too
+        model = build_model(
+            Shape("qwen3_moe", *sizes), layers=options.layers, heads=heads, kv_heads=heads
+        )
+        model.save_pretrained(folder)
     distributed.barrier()
     return folder
 

@@ -24,18 +24,26 @@ class Leaf:
         return tensor.transpose(1, 2) if self.transposed else tensor
 
 
+def stored(weight: Tensor) -> tuple[Tensor, bool]:
+    """(what to keep of a weight for the backward; whether the weight is its transpose).
+
+    A parameter stored [E, K, N] itself: a view would keep the memory that ZeRO-3 takes from it.
+    """
+    base = None if torch.compiler.is_compiling() else weight._base
+    if base is None or not base.is_leaf or base.dim() != 3:
+        return weight, False
+    same = base.transpose(1, 2)
+    is_it = weight.shape == same.shape and weight.stride() == same.stride()
+    is_it = is_it and weight.data_ptr() == base.data_ptr()
+    return (base, True) if is_it else (weight, False)
+
+
 def leaf(weight: Tensor) -> Leaf | None:
     """None when the weight is computed from something else, or needs no gradient."""
     if torch.compiler.is_compiling() or not weight.requires_grad:
         return None
-    if weight.is_leaf:
-        return Leaf(weight, False)
-    base = weight._base
-    if base is None or not base.is_leaf or base.dim() != 3:
-        return None
-    same = base.transpose(1, 2)
-    is_it = weight.shape == same.shape and weight.stride() == same.stride()
-    return Leaf(base, True) if is_it and weight.data_ptr() == base.data_ptr() else None
+    found = Leaf(*stored(weight))
+    return found if found.parameter.is_leaf else None
 
 
 def target(weight: Tensor, leaf: Leaf | None) -> tuple[Tensor, bool]:

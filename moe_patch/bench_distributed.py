@@ -293,7 +293,8 @@ def _config(shape: Shape, layers: int) -> PreTrainedConfig:
         output_router_logits=False,
         num_hidden_layers=layers,
         num_attention_heads=max(2, 2 * shape.hidden_size // head),
-        num_key_value_heads=max(2, shape.hidden_size // head // 4),
+        # transformers 5.23 spreads them over the ranks of expert parallelism, too
+        num_key_value_heads=max(2, shape.hidden_size // head // 4, distributed.get_world_size()),
         head_dim=head,
         vocab_size=VOCABULARY,
         max_position_embeddings=LENGTH,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import fp8, kernels
-from .accumulate import Leaf, leaf, target
+from .accumulate import Leaf, leaf, stored, target
 from .activation import Activation, parse
 from .checks import check
 from .grouped import (
@@ -315,8 +315,10 @@ class _FusedExperts(torch.autograd.Function):
         out, pre, buffer, *sides = _experts_forward(
             hidden_states, gate_up_proj, down_proj, index, weights, *options, list(extra)
         )
-        kept = (hidden_states, gate_up_proj, down_proj, index, weights, pre, buffer)
+        (up, up_turned), (down, down_turned) = stored(gate_up_proj), stored(down_proj)
+        kept = (hidden_states, up, down, index, weights, pre, buffer)
         ctx.save_for_backward(*kept, *(sides if extra else ()), *extra)
+        ctx.turned = up_turned, down_turned
         ctx.options = options
         ctx.leaves = leaf(gate_up_proj), leaf(down_proj)
         return out
@@ -327,7 +329,8 @@ class _FusedExperts(torch.autograd.Function):
         hidden, gate_up, down, _, weights, _, _, *others = ctx.needs_input_grad
         need = [hidden, gate_up, down, weights, *others]
         saved = ctx.saved_tensors  # once: checkpointing gives each tensor back once
-        tensors, sides, extra = saved[:7], list(saved[7:9]), list(saved[9:])
+        tensors, sides, extra = list(saved[:7]), list(saved[7:9]), list(saved[9:])
+        tensors[1:3] = (w.mT if turned else w for w, turned in zip(saved[1:3], ctx.turned))
         arguments = (d_out, *tensors, sides, *ctx.options, extra, need)
         if torch.compiler.is_compiling():
             grads = _experts_backward(*arguments)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .accumulate import stored
 from .kernels import on_device, op, require
 from .order import ExpertOrder
 from .scaled import E4M3, check_scaled
@@ -143,7 +144,8 @@ def _grouped_gemm_backward(
 class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, scale, block_m, gather, scatter, *order):
-        ctx.save_for_backward(x, weight, scale, *order)
+        kept, ctx.turned = stored(weight)
+        ctx.save_for_backward(x, kept, scale, *order)
         ctx.options = (block_m, gather, scatter)
         return _grouped_gemm(x, weight, list(order), block_m, gather, scatter, scale)
 
@@ -151,6 +153,7 @@ class _GroupedGemm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
         x, weight, scale, *order = ctx.saved_tensors
+        weight = weight.mT if ctx.turned else weight
         need = list(ctx.needs_input_grad[:2])
         d_x, d_weight = _grouped_gemm_backward(d_out, x, weight, order, *ctx.options, need, scale)
         none = (None,) * (4 + len(order))

@@ -102,20 +102,23 @@ def build_model(
     vocab_size: int = 256,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    heads: int = 4,
+    kv_heads: int = 2,
     seed: int = 0,
 ) -> PreTrainedModel:
     """A small causal language model with a block of that shape in every layer, in eval mode.
 
     Hugging Face's own initialisation with the shape's std; the auxiliary loss is on where the
-    family has one. The random state of the process is not touched.
+    family has one; `heads` of attention are hidden_size / heads wide. The random state of the
+    process is not touched.
     """
     shape = find(shape) if isinstance(shape, str) else shape
     _, model_class, config = _family(
         shape,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=shape.hidden_size // 4,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=shape.hidden_size // heads,
         vocab_size=vocab_size,
         max_position_embeddings=1024,
         initializer_range=shape.std,

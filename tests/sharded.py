@@ -1,4 +1,4 @@
-"""Checks that test_distributed.py runs on two ranks at once: `python tests/sharded.py RESULTS`.
+"""Checks that test_distributed.py runs on all ranks at once: `python tests/sharded.py RESULTS`.
 
 Every function marked with `check` is called on all ranks, in order, in one process group; what it
 raises is its failure. A model under an engine is compared with the same model whole, on one rank,
@@ -25,16 +25,14 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file
-from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers.utils.logging import disable_progress_bar
-from two_ranks import (
+from several_ranks import (
     CHECKS,
     FAMILIES,
     HALF_DRAWS,
     LAYERS,
     ON_GPU,
     QUICK,
+    WORLD,
     assert_near,
     check,
     compare,
@@ -42,7 +40,9 @@ from two_ranks import (
     counted,
     device,
     engine,
+    fully_sharded,
     ids,
+    kept_by_autograd,
     load,
     newest,
     saved,
@@ -50,6 +50,10 @@ from two_ranks import (
     truth_of,
     whole,
 )
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.utils.logging import disable_progress_bar
 
 import moe_patch
 from moe_patch import bench_distributed, ranks
@@ -110,6 +114,13 @@ def newest_engines(name: str) -> None:
 
 
 @check()
+def two_dimensions() -> None:
+    """Experts spread both ways: over ranks that share them, and those shares by FSDP2."""
+    if WORLD > 2:
+        compare(saved("qwen3_moe"), "tp_fsdp_ep" if newest() else "meshes")
+
+
+@check()
 def saved_whole() -> None:
     """save_pretrained of shards of a patched model writes the file that they were read from."""
     model = load(folder := saved("qwen3_moe"), **engine("ep"))
@@ -124,18 +135,8 @@ def saved_whole() -> None:
 # FSDP2
 
 
-def sharded(model: nn.Module, parts: bool = False, **policy) -> nn.Module:
-    more = {"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {}
-    for layer in model.model.layers:
-        if parts:
-            fully_shard(layer.mlp.gate, **more)
-            fully_shard(layer.mlp.experts, **more)
-        fully_shard(layer, **more)
-    return fully_shard(model, **more)
-
-
 @check("before", "after", "parts_before", "parts_after", quick=("parts_after",))
-def fully_sharded(when: str) -> None:
+def with_fsdp(when: str) -> None:
     """Patched before or after; also where router and experts are wrapped on their own.
 
     Two steps accumulated; nothing kept for the backward keeps whole weights alive; unpatched, every
@@ -145,14 +146,11 @@ def fully_sharded(when: str) -> None:
     model = load(folder)
     if when.endswith("before"):
         moe_patch.patch(model)
-        sharded(model, parts)
+        fully_sharded(model, parts)
     else:
-        sharded(model, parts)
+        fully_sharded(model, parts)
         moe_patch.patch(model)
-    kept: list[Tensor] = []
-    with counted() as calls, torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
-    ):  # fmt: skip
+    with counted() as calls, kept_by_autograd() as kept:
         loss = model(ids(), labels=ids(), use_cache=False).loss
     weights = [t for t in kept if t.dim() == 3 and t.shape[0] == model.config.num_local_experts]
     assert len(weights) == 2 * LAYERS and not any(t.untyped_storage().size() for t in weights)
@@ -174,7 +172,7 @@ def mixed_precision() -> None:
     """Half precision of float32 shards: no further from the truth than unpatched."""
     folder, half = saved("qwen3_moe"), torch.bfloat16 if ON_GPU else torch.float16
     model = load(folder)
-    sharded(model, param_dtype=half, reduce_dtype=torch.float32)
+    fully_sharded(model, param_dtype=half, reduce_dtype=torch.float32)
     theirs = step(model, draws=HALF_DRAWS)
     moe_patch.patch(model)
     with counted() as calls:
@@ -189,6 +187,7 @@ def resumed(name: str) -> None:
     """The example, from its last checkpoint: the same losses, bit for bit."""
     example = load_example()
     line = f"--engine {name} --steps 3 --save-every 2 --out {os.environ['SHARED']}/{name}"
+    line += " --ep-size 2" * (name == "both")
     if ON_GPU:
         line += " --hidden 256 --intermediate 128 --experts 16 --layers 2 --length 256"
     with Progress(console=Console(quiet=True)) as progress:
@@ -233,6 +232,61 @@ def through_accelerate(when: str) -> None:
     assert_near(ours, truth_of(folder))
 
 
+# DeepSpeed
+
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_allow_untested_optimizer": True,
+}
+
+
+@check("before", "after", "loaded", quick=("after", "loaded"))
+def zero3(when: str) -> None:
+    """Patched before or after DeepSpeed shards it, or after transformers has loaded it in shards.
+
+    Nothing kept for the backward keeps whole weights alive.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        return
+    folder = saved("llama4_text" if when == "after" else "mixtral")  # stored transposed, or not
+    truth = truth_of(folder, draws=HALF_DRAWS)
+    for dtype in (torch.float32, torch.bfloat16)[: 1 + ON_GPU]:
+        with counted() as calls:
+            half = dtype != torch.float32
+            theirs = step(with_zero3(folder, dtype, None), draws=HALF_DRAWS) if half else None
+            assert not calls
+            model = with_zero3(folder, dtype, when)
+            with kept_by_autograd() as kept:
+                loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
+        assert sorted(calls) == ["experts"] * LAYERS + ["router"] * LAYERS
+        experts = model.module.config.num_local_experts
+        assert kept and not any(t.dim() == 3 and t.shape[0] == experts for t in kept)
+        model.backward(loss)
+        model.step()
+        assert_near(step(model, draws=HALF_DRAWS), truth, theirs)
+
+
+def with_zero3(folder: str, dtype: torch.dtype, patched: str | None) -> nn.Module:
+    import deepspeed
+
+    settings = ZERO3 | {"bf16": {"enabled": dtype != torch.float32}}
+    if patched == "loaded":
+        alive = HfDeepSpeedConfig(settings)  # from_pretrained looks for it
+        model = load(folder, dtype, low_cpu_mem_usage=True)
+        assert not any(parameter.numel() for parameter in model.parameters()), alive
+    else:
+        model = load(folder, dtype)
+    if patched == "before":
+        moe_patch.patch(model)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=settings, optimizer=torch.optim.SGD(model.parameters(), lr=0.0)
+    )
+    if patched in ("after", "loaded"):
+        moe_patch.patch(model)
+    return engine
+
+
 # What is refused
 
 
@@ -260,20 +314,21 @@ def patched_on_one_rank() -> None:
             )  # fmt: skip
         assert any("rank 0 waits for" in str(one.message) for one in caught)
     else:
-        ranks._turns[(0, 1)] += 1
+        ranks._turns[tuple(range(WORLD))] += 1
     ranks.WARN_AFTER, ranks.FAIL_AFTER = patient
     distributed.barrier()
 
 
 @check()
 def other_versions() -> None:
-    """Both ranks say so."""
+    """All ranks say so."""
     model, own = load(saved("qwen3_moe"), **engine("ep")), moe_patch.__version__
     me = distributed.get_rank()
+    after = (me + 1) % WORLD
     moe_patch.__version__ = f"0.0.{me}"
     try:
         refused(
-            RuntimeError, f"rank {1 - me} patched", f"moe_patch 0.0.{1 - me} and not 0.0.{me}",
+            RuntimeError, f"rank {after} patched", f"moe_patch 0.0.{after} and not 0.0.{me}",
             call=lambda: moe_patch.patch(model),
         )  # fmt: skip
     finally:
@@ -284,7 +339,7 @@ def other_versions() -> None:
 def experts_that_do_not_divide() -> None:
     """transformers' own sentence, which has both numbers."""
     folder = saved("qwen3_moe", num_experts=7, num_local_experts=7)
-    refused(ValueError, "7 experts", "2 ", call=lambda: load(folder, **engine("ep")))
+    refused(ValueError, "7 experts", f"{WORLD} ", call=lambda: load(folder, **engine("ep")))
 
 
 @check()
@@ -300,7 +355,7 @@ def law_under_expert_parallelism() -> None:
     found = config("qwen3_moe")
     sizes = (found.hidden_size, found.moe_intermediate_size, found.num_experts)
     shape = Shape("qwen3_moe", *sizes, found.num_experts_per_tok)
-    about = ("", "", 2), LAYERS, 12, shape, torch.device(device()), torch.float32
+    about = ("", "", WORLD), LAYERS, 12, shape, torch.device(device()), torch.float32
     bench = bench_distributed._Bench(*about)
     block = bench.load(saved("qwen3_moe"), ep=True).model.layers[0].mlp
     report = bench.parity(block)

@@ -1,6 +1,6 @@
-"""Models sharded over two ranks: gloo and Triton's interpreter in CI, NCCL where two GPUs are.
+"""Models sharded over ranks: two with gloo and Triton's interpreter in CI, NCCL where GPUs are.
 
-Starting processes and importing takes longer than most checks, so all run in one start of both
+Starting processes and importing takes longer than most checks, so all run in one start of the
 ranks (sharded.py), and here is one test of all of them.
 """
 
@@ -17,22 +17,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 HERE = Path(__file__).parent
 SMALL = "--layers 1 --hidden 128 --intermediate 64 --experts 8 --top-k 2"
 
 
-def launch(folder: Path, *checks: str, seconds: float, **environment: str) -> dict[str, str]:
-    """Runs the checks on two ranks; {check: tracebacks} of what failed."""
+def launch(
+    folder: Path, *checks: str, world: int = 2, seconds: float, **environment: str
+) -> dict[str, str]:
+    """Runs the checks on `world` ranks; {check: tracebacks} of what failed."""
     common = os.environ | environment
     # here, as torchrun has it: a port found free may be another's by the time rank 0 binds it
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world)}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     common |= {"SHARED": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(HERE / "sharded.py"), str(folder / "results"), *checks]
-    logs = [(folder / f"log.{rank}").open("w") for rank in range(2)]
+    logs = [(folder / f"log.{rank}").open("w") for rank in range(world)]
     ranks = [
         subprocess.Popen(
             command,
@@ -44,7 +47,7 @@ def launch(folder: Path, *checks: str, seconds: float, **environment: str) -> di
     ]
     end = time.monotonic() + seconds
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
-        if any(rank.poll() for rank in ranks):  # the other one would wait for it
+        if any(rank.poll() for rank in ranks):  # the others would wait for it
             time.sleep(1)
             break
         time.sleep(0.05)
@@ -71,8 +74,11 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.multigpu
-def test_two_gpus(tmp_path):
-    failures = launch(tmp_path, seconds=240)
+@pytest.mark.parametrize("world", [2, 4])
+def test_gpus(tmp_path, world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    failures = launch(tmp_path, world=world, seconds=240)
     assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
 
 

@@ -1,4 +1,4 @@
-"""A model under an engine on two ranks, beside the same one whole: what sharded.py shares."""
+"""A model under an engine on some ranks, beside the same one whole: what sharded.py shares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from small import MORE, shrink
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,12 +21,13 @@ from transformers.distributed import DistributedConfig
 import moe_patch
 from moe_patch.models import decorated, llama4, qwen3_moe, routers
 
-ON_GPU = os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.device_count() > 1
+WORLD = int(os.environ.get("WORLD_SIZE", "2"))
+ON_GPU = os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.device_count() >= WORLD
 CHECKS: dict[str, Callable[[], None]] = {}
 QUICK: set[str] = set()
 """Of these, what runs without GPUs: the others would take the interpreter longer than they tell."""
 LAYERS = 2 if ON_GPU else 1  # Triton's interpreter takes a second for a layer
-SUMS = 5e-5 if ON_GPU else 2e-6  # what their order makes of float32, at these sizes
+SUMS = 5e-5 if ON_GPU else 1e-6 * WORLD  # what their order makes of float32, at these sizes
 HALF_DRAWS = 4 if ON_GPU else 1
 """Of ids, pooled in half precision: a near-tie in the router decides a tensor of a single one."""
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
@@ -113,23 +114,46 @@ def newest() -> bool:
 def engine(name: str) -> dict:
     """Arguments of from_pretrained."""
     if name == "tp":
-        sizes = {"tp_size": 2, "tp_plan": "auto"}
+        sizes = {"tp_size": WORLD, "tp_plan": "auto"}
     elif name == "ep":
-        sizes = {"tp_size": 2, "ep_size": 2} if newest() else {
-            "tp_size": 2, "tp_plan": "auto", "enable_expert_parallel": True}  # fmt: skip
+        sizes = {"tp_size": WORLD, "ep_size": WORLD} if newest() else {
+            "tp_size": WORLD, "tp_plan": "auto", "enable_expert_parallel": True}  # fmt: skip
     elif name == "all_reduce":
-        sizes = {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}
-    elif name == "fsdp":
-        sizes = {"fsdp_size": 2}
-    else:  # fsdp and ep
-        sizes = {"fsdp_size": 2, "ep_size": 2}
+        sizes = {"tp_size": WORLD, "ep_size": WORLD, "ep_implementation": "all_reduce"}
+    elif name == "fsdp_ep":  # with more than two ranks the experts are sharded both ways
+        sizes = {"fsdp_size": WORLD, "ep_size": 2}
+    elif name == "tp_fsdp_ep":
+        sizes = {"tp_size": 2, "fsdp_size": WORLD // 2, "ep_size": WORLD}
+    else:  # two meshes of transformers 5.17: FSDP2 between the ranks that share no experts
+        plan = {"tp_plan": "auto", "enable_expert_parallel": True}
+        sizes = {"tp_size": 2, "fsdp_size": WORLD // 2} | plan
+        mesh = distributed.init_device_mesh(
+            device().split(":")[0], (WORLD // 2, 2), mesh_dim_names=("dp", "tp")
+        )
+        return {"distributed_config": DistributedConfig(**sizes), "device_mesh": mesh}
     return {"distributed_config": DistributedConfig(**sizes)}
+
+
+def fully_sharded(model: nn.Module, parts: bool = False, mesh=None, **policy) -> nn.Module:
+    """FSDP2 of every layer; parts: of routers and experts, too."""
+    more = {"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {}
+    for layer in model.model.layers:
+        if parts:
+            fully_shard(layer.mlp.gate, mesh=mesh, **more)
+            fully_shard(layer.mlp.experts, mesh=mesh, **more)
+        fully_shard(layer, mesh=mesh, **more)
+    return fully_shard(model, mesh=mesh, **more)
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
     """Of a tensor or of its shards, in float64."""
     if tensor is None:
         return None
+    if hasattr(tensor, "ds_id"):
+        from deepspeed import zero
+
+        with zero.GatheredParameters(tensor):
+            return tensor.detach().double()
     if isinstance(tensor, DTensor):
         # torch 2.11 cannot gather _StridedShard: gate and up apart, or FSDP over the ranks of EP
         strided = any(isinstance(place, _StridedShard) for place in tensor.placements)
@@ -138,14 +162,17 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def _gathered(tensor: DTensor) -> Tensor:
-    mesh = tensor.device_mesh
-    (dim,) = (dim for dim in range(mesh.ndim) if mesh.size(dim) > 1)  # there are two ranks
-    place, local = tensor.placements[dim], tensor.to_local().detach().contiguous()
-    parts = [torch.empty_like(local) for _ in range(mesh.size(dim))]
-    distributed.all_gather(parts, local, group=mesh.get_group(dim))
-    factor = getattr(place, "split_factor", 1)
-    pieces = zip(*(part.chunk(factor, place.dim) for part in parts))
-    return torch.cat([piece for group in pieces for piece in group], place.dim)
+    """Last dimension of the mesh first, as DTensor counts split_factor."""
+    mesh, local = tensor.device_mesh, tensor.to_local().detach()
+    for dim, place in reversed([*enumerate(tensor.placements)]):
+        if place.is_replicate():
+            continue
+        parts = [torch.empty_like(local) for _ in range(mesh.size(dim))]
+        distributed.all_gather(parts, local.contiguous(), group=mesh.get_group(dim))
+        factor = getattr(place, "split_factor", 1)
+        pieces = zip(*(part.chunk(factor, place.dim) for part in parts))
+        local = torch.cat([piece for group in pieces for piece in group], place.dim)
+    return local
 
 
 def ids(seed: int = 1) -> Tensor:
@@ -167,7 +194,9 @@ def step(model: nn.Module, times: int = 1, draws: int = 1) -> dict[str, Tensor |
 
 
 def _step(model: nn.Module, seeds: range) -> dict[str, Tensor | None]:
-    embedding = whole(model.get_input_embeddings().weight)
+    embedding, grad_of = whole(model.get_input_embeddings().weight), None
+    if hasattr(model, "zero_optimization"):  # DeepSpeed's engine
+        from deepspeed.utils import safe_get_full_grad as grad_of
     for parameter in model.parameters():
         parameter.grad = None
     for seed in seeds:
@@ -175,10 +204,22 @@ def _step(model: nn.Module, seeds: range) -> dict[str, Tensor | None]:
             model.set_requires_gradient_sync(seed == seeds[-1])
         x = embedding[ids(seed)].to(next(model.parameters()).dtype).requires_grad_()
         out = model(inputs_embeds=x, labels=ids(seed), use_cache=False)
-        out.loss.backward()
+        out.loss.backward() if grad_of is None else model.backward(out.loss)
     found = {"logits": out.logits, "loss": out.loss, "d_input": x.grad}
-    found |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    if grad_of is None:
+        found |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    else:
+        found |= {name: grad_of(weight) for name, weight in model.module.named_parameters()}
+        found["model.embed_tokens.weight"] = None  # not used, where it has numbers nevertheless
+        model.step()
     return {name: whole(tensor) for name, tensor in found.items()}
+
+
+@contextlib.contextmanager
+def kept_by_autograd() -> Iterator[list[Tensor]]:
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        yield kept
 
 
 def assert_near(
@@ -222,7 +263,9 @@ def compare(folder: str, name: str, times: int = 1) -> None:
     """Patched against the whole model in float32, and on GPUs in bfloat16 against unpatched too."""
     for dtype, draws in ((torch.float32, 1), (torch.bfloat16, HALF_DRAWS))[: 1 + ON_GPU]:
         truth = truth_of(folder, times, draws)
-        model = load(folder, dtype, **engine(name))
+        model = load(folder, dtype, **(how := engine(name)))
+        if "device_mesh" in how:
+            fully_sharded(model, mesh=how["device_mesh"]["dp"])
         with counted() as calls:
             theirs = step(model, times, draws) if dtype != torch.float32 else None
             assert not calls
