@@ -21,11 +21,13 @@ from .weights import _BLOCK, BLOCK, readable, widen, widen_scale
 
 @triton.jit
 def _products(
-    at, scales, a, n, k0, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, FIRST: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    at, scales, a, a_scales, n, k0, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
+    STRIDE_AG: tl.constexpr, FIRST: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Weights [BN, BK] that lie `at`, zero past N and K, times a [1, BK], in float32; or, with the
-    scales of rows FIRST + n, sums over the blocks of the reduction: [BN, PARTS]."""
+    scales of rows FIRST + n, and of a if it has any, sums over the blocks of the reduction:
+    [BN, PARTS]."""
     if N % BN == 0 and K % BK == 0:
         weights = tl.load(at)
     else:
@@ -39,6 +41,9 @@ def _products(
         place = ((FIRST + n) // _BLOCK * SCALE_N)[:, None] + (k // _BLOCK * SCALE_K)[None, :]
         inside = (n[:, None] < N) & (k[None, :] < K)
         scale = widen_scale(tl.load(scales + place, mask=inside, other=0))
+        if a_scales is not None:
+            at_a = a_scales + k // _BLOCK * STRIDE_AG
+            scale *= tl.load(at_a, mask=k < K, other=0.0)[None, :]
         return tl.sum(products.reshape(BN, PARTS, BK // PARTS), axis=2) * scale
 
 
@@ -67,20 +72,24 @@ def decode_gate_up_kernel(
         rows = w + expert * STRIDE_E + m[:, None] * STRIDE_N
         if scales is not None:
             scales += expert * SCALE_E
+        if x_scale is not None:
+            x_scale += token * STRIDE_XS
         gate = tl.zeros([WIDTH, PARTS], dtype=tl.float32)
         up = tl.zeros([BN, PARTS], dtype=tl.float32)
         for k0 in range(0, H, BK):
             k = k0 + tl.arange(0, BK)
-            a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)
-            if x_scale is not None:
-                at = x_scale + token * STRIDE_XS + k // _BLOCK * STRIDE_XG
-                a *= tl.load(at, mask=k < H, other=0.0)
-            a = a[None, :]
+            a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)[None, :]
             at = rows + k[None, :] * STRIDE_K
-            gate += _products(at, scales, a, m, k0, SCALE_N, SCALE_K, 0, END, H, WIDTH, BK, PARTS)
+            gate += _products(
+                at, scales, a, x_scale, m, k0, SCALE_N, SCALE_K, STRIDE_XG, 0, END, H, WIDTH, BK,
+                PARTS,
+            )  # fmt: skip
             if FORM == "concatenated":
                 at += I * STRIDE_N
-                up += _products(at, scales, a, n, k0, SCALE_N, SCALE_K, I, I, H, BN, BK, PARTS)
+                up += _products(
+                    at, scales, a, x_scale, n, k0, SCALE_N, SCALE_K, STRIDE_XG, I, I, H, BN, BK,
+                    PARTS,
+                )  # fmt: skip
         scale = tl.load(slot_weight + slot).to(tl.float32) if WEIGHT_ON_INPUT else 1.0
         gate, up = tl.sum(gate, axis=1) * scale, tl.sum(up, axis=1) * scale
         if BIAS:
@@ -125,9 +134,13 @@ def decode_down_kernel(
                 k = k0 + tl.arange(0, BK)
                 a = tl.load(act + slot * I + k, mask=k < I, other=0.0) * scale
                 at, a = rows + k[None, :] * STRIDE_K, a[None, :]
-                acc += _products(at, own, a, n, k0, SCALE_N, SCALE_K, 0, H, I, BN, BK, PARTS)
-    at = out + token.to(tl.int64) * H + n
-    tl.store(at, (tl.sum(acc, axis=1) + biases).to(out.dtype.element_ty), mask=n < H)
+                acc += _products(
+                    at, own, a, None, n, k0, SCALE_N, SCALE_K, 0, 0, H, I, BN, BK, PARTS,
+                )  # fmt: skip
+    at, value = out + token.to(tl.int64) * H + n, tl.sum(acc, axis=1)
+    if BIAS:
+        value += biases
+    tl.store(at, value.to(out.dtype.element_ty), mask=n < H)
 
 
 def decodes(top_k_index: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> bool:
