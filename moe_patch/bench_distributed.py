@@ -25,7 +25,8 @@ from .shapes import Shape, building, model_config
 
 TOKENS, LAYERS, ROUNDS = 8192, 2, 3
 TASKS = (
-    *("ep block forward", "ep block step", "ep forward", "ep step", "fsdp step"),
+    *("ep block forward", "ep block step", "ep forward", "ep step", "tp step", "fsdp step"),
+    "fsdp ep step",
     *("all_reduce", "all_to_all", "all_gather"),
 )
 LENGTH = 2048
@@ -89,15 +90,15 @@ def measure(
         del model, block
         about = (name, transformers.__version__, distributed.get_world_size())
         bench = _Bench(about, layers, tokens, shape, device, dtype)
-        model = bench.load(folder, ep=True)
+        model, _ = bench.load(folder, "ep")
         report += bench.parity(model.model.layers[0].mlp)
         if _any(not report.passed):
             yield report
             return
         yield from bench.expert_parallel(model)
         del model
-        model = bench.load(folder, ep=False)
-        yield from bench.fully_sharded(model)
+        for engine in ("tp", "fsdp", "fsdp ep"):
+            yield from bench.step(folder, engine)
         yield from bench.collectives()
         distributed.barrier()
     finally:
@@ -114,24 +115,39 @@ class _Bench:
     device: torch.device
     dtype: torch.dtype
 
-    def load(self, folder: str, *, ep: bool) -> PreTrainedModel:
-        """Under expert parallelism over all ranks, or FSDP2 with layers wrapped."""
+    def load(self, folder: str, engine: str) -> tuple[PreTrainedModel, int]:
+        """(the model under tensor or expert parallelism over all ranks, under FSDP2 with layers
+        wrapped, or under FSDP2 and expert parallelism; how many ranks have tokens of their own)."""
         world = distributed.get_world_size()
-        how: dict[str, object] = {"device_map": self.device}
-        if ep:
-            newest = hasattr(DistributedConfig, "efsdp_size")  # transformers with `ep_size`
-            new = {"ep_size": world} if newest else {"enable_expert_parallel": True}
-            how = {"distributed_config": DistributedConfig(tp_size=world, tp_plan="auto", **new)}
+        newest = hasattr(DistributedConfig, "efsdp_size")  # transformers with `ep_size`
+        plan, mesh, own = {"tp_size": world, "tp_plan": "auto"}, None, 1
+        how: dict[str, object] = {}
+        if engine == "ep":
+            plan |= {"ep_size": world} if newest else {"enable_expert_parallel": True}
+        elif engine == "fsdp":
+            how, own = {"device_map": self.device}, world
+        elif engine == "fsdp ep" and newest:
+            plan, own = {"fsdp_size": world, "ep_size": world}, world
+        elif engine == "fsdp ep":  # pairs of ranks share the experts
+            own = world // 2
+            plan |= {"tp_size": 2, "fsdp_size": own, "enable_expert_parallel": True}
+            mesh = distributed.init_device_mesh(
+                self.device.type, (own, 2), mesh_dim_names=("dp", "tp")
+            )
+            how = {"device_mesh": mesh}
+        if engine != "fsdp":
+            how |= {"distributed_config": DistributedConfig(**plan)}
         model = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=self.dtype, **how
         )
-        if not ep:
+        if engine == "fsdp" or mesh is not None:
             from torch.distributed.fsdp import fully_shard  # a second, which `env` need not wait
 
+            mesh = None if mesh is None else mesh["dp"]
             for layer in model.model.layers:
-                fully_shard(layer)
-            fully_shard(model)
-        return model
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        return model, own
 
     def parity(self, block: nn.Module) -> ParityReport:
         """The law on a block under expert parallelism, the routing of both fixed to HF's.
@@ -219,11 +235,14 @@ class _Bench:
         yield self._row("ep forward", model, forward, self.layers)
         yield self._row("ep step", model, _trainer(model, ids), self.layers)
 
-    def fully_sharded(self, model: PreTrainedModel) -> Iterator[Measured]:
-        """A training step, each rank with tokens of its own."""
-        ids = self._ids(seed=_rank())
-        step = _trainer(model, ids)
-        yield self._row("fsdp step", model, step, self.layers, own=distributed.get_world_size())
+    def step(self, folder: str, engine: str) -> Iterator[Measured]:
+        """A training step; nothing where the ranks are too few for the engine."""
+        world = distributed.get_world_size()
+        if engine == "fsdp ep" and not hasattr(DistributedConfig, "efsdp_size") and (world < 4 or world % 2):
+            return
+        model, own = self.load(folder, engine)
+        step = _trainer(model, self._ids(seed=_rank() * own // world))
+        yield self._row(f"{engine} step", model, step, self.layers, own=own)
 
     def collectives(self) -> Iterator[Measured]:
         """What engines move, alone: of a layer's hidden states, of its slots, of its weights."""

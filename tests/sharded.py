@@ -357,7 +357,7 @@ def law_under_expert_parallelism() -> None:
     shape = Shape("qwen3_moe", *sizes, found.num_experts_per_tok)
     about = ("", "", WORLD), LAYERS, 12, shape, torch.device(device()), torch.float32
     bench = bench_distributed._Bench(*about)
-    block = bench.load(saved("qwen3_moe"), ep=True).model.layers[0].mlp
+    block = bench.load(saved("qwen3_moe"), "ep")[0].model.layers[0].mlp
     report = bench.parity(block)
     assert report.passed, str(report)
     honest = decorated.fused_experts
