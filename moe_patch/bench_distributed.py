@@ -238,7 +238,11 @@ class _Bench:
     def step(self, folder: str, engine: str) -> Iterator[Measured]:
         """A training step; nothing where the ranks are too few for the engine."""
         world = distributed.get_world_size()
-        if engine == "fsdp ep" and not hasattr(DistributedConfig, "efsdp_size") and (world < 4 or world % 2):
+        if (
+            engine == "fsdp ep"
+            and not hasattr(DistributedConfig, "efsdp_size")
+            and (world < 4 or world % 2)
+        ):
             return
         model, own = self.load(folder, engine)
         step = _trainer(model, self._ids(seed=_rank() * own // world))

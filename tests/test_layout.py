@@ -33,7 +33,7 @@ ARROWS = {
     "activation": set(),
     "low_rank": set(),
     "scaled": set(),
-    "grouped": {"kernels", "kernels.*", "order", "scaled"},
+    "grouped": {"accumulate", "kernels", "kernels.*", "order", "scaled"},
     "checks": {"grouped", "kernels", "scaled"},
     "fp8": {"activation", "grouped", "kernels", "kernels.*", "order", "routing", "scaled"},
     "experts": {

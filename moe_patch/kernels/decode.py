@@ -20,20 +20,23 @@ from .weights import _BLOCK, BLOCK, readable, widen, widen_scale
 
 
 @triton.jit
+def _weights(at, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """[BN, BK] that lie `at`; zero past N and K."""
+    if N % BN == 0 and K % BK == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
+
+
+@triton.jit
 def _products(
-    at, scales, a, a_scales, n, k0, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
-    STRIDE_AG: tl.constexpr, FIRST: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    weights, scales, a, a_scales, n, k0, N, K, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
+    STRIDE_AG: tl.constexpr, FIRST: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Weights [BN, BK] that lie `at`, zero past N and K, times a [1, BK], in float32; or, with the
-    scales of rows FIRST + n, and of a if it has any, sums over the blocks of the reduction:
-    [BN, PARTS]."""
-    if N % BN == 0 and K % BK == 0:
-        weights = tl.load(at)
-    else:
-        k = k0 + tl.arange(0, BK)
-        weights = tl.load(at, mask=(n[:, None] < N) & (k[None, :] < K), other=0.0)
-    products = widen(weights, tl.float32) * a
+    """Weights [BN, BK] times a [BK], in float32; or, with the scales of rows FIRST + n, and of a if
+    it has any, sums over the blocks of the reduction: [BN, PARTS]."""
+    products = widen(weights, tl.float32) * a[None, :]
     if scales is None:
         return products
     else:
@@ -56,7 +59,8 @@ def decode_gate_up_kernel(
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    FORM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1)
     expert = tl.load(index + slot).to(tl.int64)
@@ -76,18 +80,20 @@ def decode_gate_up_kernel(
             x_scale += token * STRIDE_XS
         gate = tl.zeros([WIDTH, PARTS], dtype=tl.float32)
         up = tl.zeros([BN, PARTS], dtype=tl.float32)
-        for k0 in range(0, H, BK):
+        for k0 in tl.range(0, H, BK, num_stages=STAGES):
             k = k0 + tl.arange(0, BK)
-            a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)[None, :]
             at = rows + k[None, :] * STRIDE_K
+            gates = _weights(at, m, k, END, H, WIDTH, BK)
+            if FORM == "concatenated":
+                ups = _weights(at + I * STRIDE_N, n, k, I, H, BN, BK)
+            a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)
             gate += _products(
-                at, scales, a, x_scale, m, k0, SCALE_N, SCALE_K, STRIDE_XG, 0, END, H, WIDTH, BK,
-                PARTS,
+                gates, scales, a, x_scale, m, k0, END, H, SCALE_N, SCALE_K, STRIDE_XG, 0, WIDTH,
+                BK, PARTS,
             )  # fmt: skip
             if FORM == "concatenated":
-                at += I * STRIDE_N
                 up += _products(
-                    at, scales, a, x_scale, n, k0, SCALE_N, SCALE_K, STRIDE_XG, I, I, H, BN, BK,
+                    ups, scales, a, x_scale, n, k0, I, H, SCALE_N, SCALE_K, STRIDE_XG, I, BN, BK,
                     PARTS,
                 )  # fmt: skip
         scale = tl.load(slot_weight + slot).to(tl.float32) if WEIGHT_ON_INPUT else 1.0
@@ -110,33 +116,41 @@ def decode_down_kernel(
     act, w, scales, bias, index, slot_weight, out,
     STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
-    H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
+    choices = tl.arange(0, KP)
+    first = token * TOP_K
+    experts = tl.load(index + first + choices, mask=choices < TOP_K, other=-1).to(tl.int64)
     acc = tl.zeros([BN, PARTS], dtype=tl.float32)
     biases = tl.zeros([BN], dtype=tl.float32)
-    for choice in range(TOP_K):
-        slot = token * TOP_K + choice
-        expert = tl.load(index + slot).to(tl.int64)
-        if (expert >= 0) & (expert < E):
-            scale = tl.load(slot_weight + slot).to(tl.float32) if WEIGHTED else 1.0
-            if BIAS:
-                value = tl.load(bias + expert * H + n, mask=n < H, other=0.0)
-                biases += value.to(tl.float32) * scale
-            rows = w + expert * STRIDE_E + n[:, None] * STRIDE_N
-            own = scales
-            if scales is not None:
-                own += expert * SCALE_E
-            for k0 in range(0, I, BK):
-                k = k0 + tl.arange(0, BK)
-                a = tl.load(act + slot * I + k, mask=k < I, other=0.0) * scale
-                at, a = rows + k[None, :] * STRIDE_K, a[None, :]
-                acc += _products(
-                    at, own, a, None, n, k0, SCALE_N, SCALE_K, 0, 0, H, I, BN, BK, PARTS,
-                )  # fmt: skip
+    STEPS: tl.constexpr = (I + BK - 1) // BK
+    for step in tl.range(0, TOP_K * STEPS, num_stages=STAGES):
+        slot = first + step // STEPS
+        expert = tl.sum(tl.where(choices == step // STEPS, experts, 0))
+        live = (expert >= 0) & (expert < E)
+        width, height = tl.where(live, I, 0), tl.where(live, H, 0)  # loads nothing where dropped
+        k0 = step % STEPS * BK
+        k = k0 + tl.arange(0, BK)
+        at = w + expert * STRIDE_E + n[:, None] * STRIDE_N + k[None, :] * STRIDE_K
+        weights = tl.load(at, mask=(n[:, None] < H) & (k[None, :] < width), other=0.0)
+        a = tl.load(act + slot * I + k, mask=k < width, other=0.0)
+        if WEIGHTED:
+            scale = tl.load(slot_weight + slot, mask=live, other=0.0).to(tl.float32)
+            a *= scale
+        own = scales
+        if scales is not None:
+            own += expert * SCALE_E
+        acc += _products(
+            weights, own, a, None, n, k0, height, width, SCALE_N, SCALE_K, 0, 0, BN, BK, PARTS
+        )
+        if BIAS:
+            value = tl.load(bias + expert * H + n, mask=(n < height) & (k0 == 0), other=0.0)
+            value = value.to(tl.float32)
+            biases += value * scale if WEIGHTED else value
     at, value = out + token.to(tl.int64) * H + n, tl.sum(acc, axis=1)
     if BIAS:
         value += biases
@@ -153,16 +167,23 @@ def decodes(top_k_index: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> boo
 def _block(
     size: int, k: int, strides: tuple[int, int, int], *, down: bool, scaled: bool
 ) -> dict[str, int]:
-    """A program's columns, the block of its reduction, the sums it keeps of that, its warps."""
-    bk, k = 64, power_of_two(k)
-    found = {"BN": 16, "num_warps": 4}
-    if strides[2] == 1 and not INTERPRET:
+    """A program's columns, the block of its reduction, the sums it keeps of that, its warps, and
+    how many blocks are on their way; from docs/kernels.md's sweep."""
+    k, stages = power_of_two(k), 1
+    if INTERPRET:
+        bn, bk, warps = 16, 64, 4
+    elif strides[2] != 1:
+        wide = 1 if down or scaled else 2
+        bn, bk, warps = wide * 64 // size, min((1024 if down else wide * 256) // size, k), 8
+    elif down:
         bk = min(2048 // size, k)
-        found = {"BN": 4 if down and k <= bk else 2, "num_warps": 4}
-    elif not INTERPRET:
-        bk = min((1024 if down else 256) // size, k)
-        found = {"BN": 64 // size, "num_warps": 8}
-    return found | {"BK": bk, "PARTS": max(1, bk // BLOCK) if scaled else bk}
+        bn, warps = 8 // size, max(2, bk // 512) if size == 1 else 4
+        stages = 4 if k <= 1024 else 1
+    else:
+        bn, bk, warps = {1: (4, 512, 4), 2: (1, 1024, 8), 4: (2, 512, 4)}[size]
+        bk = min(bk, k)
+    parts = max(1, bk // BLOCK) if scaled else bk
+    return {"BN": bn, "BK": bk, "PARTS": parts, "STAGES": stages, "num_warps": warps}
 
 
 def decode(
@@ -240,6 +261,7 @@ def _launches(
     block = _block(itemsize, inner, strides[1], down=True, scaled=scaled)
     second = Launch(
         decode_down_kernel,
-        **down, **sizes, WEIGHTED=not weight_on_input, BIAS=down_bias, **block,
+        **down, **sizes, KP=power_of_two(top_k), WEIGHTED=not weight_on_input,
+        BIAS=down_bias, **block,
     )  # fmt: skip
     return first, second
