@@ -8,7 +8,7 @@ from ops import BOUND, assert_close, in_double, moe
 from torch.utils.checkpoint import checkpoint
 
 from moe_patch import accumulate, reference
-from moe_patch.experts import fused_experts
+from moe_patch.experts import expert_order, fused_experts, grouped_gemm
 
 WEIGHTS = "gate_up_proj", "down_proj"
 SIZES = (14, 32, 16, 5, 2)
@@ -186,3 +186,28 @@ def test_grad_scaler(device):
         scaler.update()
         taken.append(any(not torch.equal(masters[n], before[n]) for n in masters))
     assert taken == [False, True, True] and scaler.get_scale() == 2.0**8
+
+
+@pytest.mark.parametrize("frozen", (False, True))
+@pytest.mark.parametrize("stored_transposed", (False, True))
+def test_the_parameters_themselves_are_kept(device, stored_transposed, frozen):
+    """ZeRO-3 empties a parameter after its forward: a view would keep what it held alive."""
+    found, parameters = arguments(device, stored_transposed=stored_transposed)
+    for parameter in parameters.values():
+        parameter.requires_grad_(not frozen)
+    found["hidden_states"].requires_grad_()
+
+    def one_projection(hidden_states, gate_up_proj, top_k_index, **_):
+        order = expert_order(top_k_index, len(gate_up_proj), hidden_states.dtype)
+        return grouped_gemm(hidden_states, gate_up_proj, order, gather=True)
+
+    for function, count in ((fused_experts, 2), (one_projection, 1)):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, kept=kept: kept.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            out = call(found, stored_transposed, function)
+        weights = [tensor for tensor in kept if tensor.dim() == 3]
+        assert len(weights) == count
+        assert all(any(tensor is p for p in parameters.values()) for tensor in weights)
+        out.sum().backward()
