@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -247,7 +248,8 @@ def zero3(when: str) -> None:
 
     Nothing kept for the backward keeps whole weights alive.
     """
-    if importlib.util.find_spec("deepspeed") is None:
+    builds = ON_GPU or shutil.which("g++")  # on CPUs DeepSpeed compiles its collectives
+    if importlib.util.find_spec("deepspeed") is None or not builds:
         return
     folder = saved("llama4_text" if when == "after" else "mixtral")  # stored transposed, or not
     truth = truth_of(folder, draws=HALF_DRAWS)
