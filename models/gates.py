@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,10 +47,12 @@ def activation_of(experts: nn.Module) -> str | None:
         return None
     if gate is _default_apply_gate and is_silu(act_fn) and form_of(experts) == FORMS[0]:
         return SILU
-    known, numbers = vars(experts).get(KNOWN), _numbers(experts)
-    if known is not None and known[0] is gate and known[1] is act_fn and known[2] == numbers:
+    known = vars(experts).get(KNOWN, (None,) * 4)
+    traced = torch.compiler.is_compiling()  # where before Python 3.12 none goes through vars()
+    numbers = _numbers(experts, (known[2] or ()) if traced else None)
+    if known[0] is gate and known[1] is act_fn and known[2] == numbers:
         return known[3]
-    if torch.compiler.is_compiling():  # it cannot be asked in a trace
+    if traced:  # it cannot be asked there
         return None
     found = _ask(experts)
     vars(experts)[KNOWN] = gate, act_fn, numbers, found
@@ -68,11 +71,11 @@ def form_of(experts: nn.Module) -> str:
     return "concatenated" if experts.is_concatenated else "interleaved"
 
 
-def _numbers(experts: nn.Module) -> dict[str, float]:
-    """What limits and alphas a gate may read."""
+def _numbers(experts: nn.Module, names: Iterable[str] | None = None) -> dict[str, float]:
+    """What limits and alphas a gate may read: all there are, or those of that name."""
     own = vars(experts)
-    names = [name for name in own if "limit" in name or "alpha" in name]
-    return {name: float(own[name]) for name in names if isinstance(own[name], (int, float))}
+    names = [n for n in own if "limit" in n or "alpha" in n] if names is None else names
+    return {name: float(own[name]) for name in names if isinstance(own.get(name), (int, float))}
 
 
 def _ask(experts: nn.Module) -> str | None:

@@ -33,7 +33,8 @@ class ParamWrapper(peft.ParamWrapper):
         if misfit:
             warn_once(f"moe_patch leaves an adapter to PEFT: {misfit}.")
             return super().forward(x, *args, **kwargs)
-        updates = vars(experts).setdefault(UPDATES, {})
+        updates = getattr(experts, UPDATES, {})
+        setattr(experts, UPDATES, updates)  # no vars(): torch.compile, before Python 3.12
         updates[self.parameter_name] = self._low_rank(adapters)
         try:
             return self.base_layer(x, *args)

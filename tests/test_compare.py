@@ -323,13 +323,10 @@ def test_overflow_must_be_hugging_faces(use):
     with torch.no_grad():
         block.experts.gate_up_proj *= 4
         block.experts.down_proj *= 1e-4  # brings float32's products back below 65504
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    x[3] *= 3e4
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 3e3
 
     def rows():
-        found, _ = Comparison(block).rows(
-            64, backward=False, seed=0, hidden_states=x.half().clamp(-6e4, 6e4)
-        )
+        found, _ = Comparison(block).rows(64, backward=False, seed=0, hidden_states=x.half())
         return {row.tensor: row for row in found}
 
     assert "inf or NaN" in rows()["output"].note  # float32 inside: finite where HF is not
