@@ -23,6 +23,7 @@ from .patcher import patch, unpatch
 from .reference import fused_experts
 from .shapes import Shape, building, model_config
 
+NEWEST = hasattr(DistributedConfig, "efsdp_size")  # transformers with `ep_size`
 TOKENS, LAYERS, ROUNDS = 8192, 2, 3
 TASKS = (
     *("ep block forward", "ep block step", "ep forward", "ep step", "tp step", "fsdp step"),
@@ -119,14 +120,13 @@ class _Bench:
         """(the model under tensor or expert parallelism over all ranks, under FSDP2 with layers
         wrapped, or under FSDP2 and expert parallelism; how many ranks have tokens of their own)."""
         world = distributed.get_world_size()
-        newest = hasattr(DistributedConfig, "efsdp_size")  # transformers with `ep_size`
         plan, mesh, own = {"tp_size": world, "tp_plan": "auto"}, None, 1
         how: dict[str, object] = {}
         if engine == "ep":
-            plan |= {"ep_size": world} if newest else {"enable_expert_parallel": True}
+            plan |= {"ep_size": world} if NEWEST else {"enable_expert_parallel": True}
         elif engine == "fsdp":
             how, own = {"device_map": self.device}, world
-        elif engine == "fsdp ep" and newest:
+        elif engine == "fsdp ep" and NEWEST:
             plan, own = {"fsdp_size": world, "ep_size": world}, world
         elif engine == "fsdp ep":  # pairs of ranks share the experts
             own = world // 2
@@ -238,11 +238,7 @@ class _Bench:
     def step(self, folder: str, engine: str) -> Iterator[Measured]:
         """A training step; nothing where the ranks are too few for the engine."""
         world = distributed.get_world_size()
-        if (
-            engine == "fsdp ep"
-            and not hasattr(DistributedConfig, "efsdp_size")
-            and (world < 4 or world % 2)
-        ):
+        if engine == "fsdp ep" and not NEWEST and (world < 4 or world % 2):
             return
         model, own = self.load(folder, engine)
         step = _trainer(model, self._ids(seed=_rank() * own // world))
