@@ -38,12 +38,12 @@ def stored(weight: Tensor) -> tuple[Tensor, bool]:
     return (base, True) if is_it else (weight, False)
 
 
-def leaf(weight: Tensor) -> Leaf | None:
-    """None when the weight is computed from something else, or needs no gradient."""
-    if torch.compiler.is_compiling() or not weight.requires_grad:
+def leaf(parameter: Tensor, transposed: bool) -> Leaf | None:
+    """Of what `stored` found; None when it is computed from something else, or needs no
+    gradient."""
+    if torch.compiler.is_compiling() or not (parameter.is_leaf and parameter.requires_grad):
         return None
-    found = Leaf(*stored(weight))
-    return found if found.parameter.is_leaf else None
+    return Leaf(parameter, transposed)
 
 
 def target(weight: Tensor, leaf: Leaf | None) -> tuple[Tensor, bool]:

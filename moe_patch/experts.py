@@ -315,12 +315,12 @@ class _FusedExperts(torch.autograd.Function):
         out, pre, buffer, *sides = _experts_forward(
             hidden_states, gate_up_proj, down_proj, index, weights, *options, list(extra)
         )
-        (up, up_turned), (down, down_turned) = stored(gate_up_proj), stored(down_proj)
-        kept = (hidden_states, up, down, index, weights, pre, buffer)
+        up, down = stored(gate_up_proj), stored(down_proj)
+        kept = (hidden_states, up[0], down[0], index, weights, pre, buffer)
         ctx.save_for_backward(*kept, *(sides if extra else ()), *extra)
-        ctx.turned = up_turned, down_turned
+        ctx.turned = up[1], down[1]
         ctx.options = options
-        ctx.leaves = leaf(gate_up_proj), leaf(down_proj)
+        ctx.leaves = leaf(*up), leaf(*down)
         return out
 
     @staticmethod
