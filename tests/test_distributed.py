@@ -73,6 +73,13 @@ def test_two_processes(tmp_path):
     assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
 
 
+def test_four_processes(tmp_path):
+    """Meshes of two dimensions, which two ranks do not have."""
+    both_ways, cpus = ("two_dimensions", "newest_engines[fsdp_ep]"), {"CUDA_VISIBLE_DEVICES": ""}
+    failures = launch(tmp_path, *both_ways, world=4, seconds=240, TRITON_INTERPRET="1", **cpus)
+    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
+
+
 @pytest.mark.multigpu
 @pytest.mark.parametrize("world", [2, 4])
 def test_gpus(tmp_path, world):
