@@ -88,6 +88,17 @@ def test_decoding_without_a_sort(device, size, routing, weight_on):
 
 
 @pytest.mark.usefixtures("poison")
+def test_decoding_with_biases_and_negative_ids(device):
+    """A bias is added once, however many blocks the reduction has."""
+    arguments = moe(device, torch.float16, 1, 200, 136, 16, 4, grad=False)
+    arguments["top_k_index"][0, 1:3] = torch.tensor([-1, -7], device=device)
+    for name, width in (("gate_up_bias", 272), ("down_bias", 200)):
+        arguments[name] = torch.randn(16, width, device=device).half()
+    truth = reference.fused_experts(**in_double(arguments))
+    assert_close(fused_experts(**arguments), truth, torch.float16)
+
+
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("routing", ("one", "repeat"))
 @pytest.mark.parametrize("weight_on", ("output", "input"))
 def test_skewed_routing(device, routing, weight_on):
