@@ -201,6 +201,15 @@ LAYERS = [  # tokens, experts, local, hidden, intermediate, first local
 ]
 
 
+def test_one_token_with_strided_scales(device):
+    arguments = [*layer(device, 1, 16, 16, 256, 128)]
+    options = {"num_groups": 4, "top_groups": 3, "top_k": 4}
+    expected = fp8.moe(*arguments, **options)
+    assert expected.any() and arguments[1].shape == (1, 2)
+    arguments[1] = torch.stack([arguments[1], -arguments[1]], dim=2).flatten(1)[:, ::2]
+    assert torch.equal(fp8.moe(*arguments, **options), expected)
+
+
 @pytest.mark.parametrize("tokens, experts, local, hidden, inner, first", LAYERS)
 @pytest.mark.parametrize("quantised", [True, False])
 def test_the_layer(device, tokens, experts, local, hidden, inner, first, quantised):
