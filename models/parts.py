@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..grouped import add_bias, expert_order, grouped_gemm
+from ..paths import ran
 
 
 def up_name(experts: nn.Module) -> str:
@@ -36,6 +37,8 @@ def by_parts(
     top_k_weights: Tensor,
 ) -> Tensor:
     """As `fused_experts`: up_proj [E, N, H], down_proj [E, H, I]; biases are the module's."""
+    if not torch.compiler.is_compiling():
+        ran("by parts")
     (tokens, top_k), num_experts = top_k_index.shape, up_proj.shape[0]
     dtype, device = up_proj.dtype, hidden_states.device.type
     if torch.is_autocast_enabled(device):

@@ -96,8 +96,9 @@ class RouterComparison:
 
     def measure(
         self, ours: dict[str, Tensor], dtype: torch.dtype
-    ) -> tuple[dict[str, list[Errors]], Row]:
-        """Errors of every tensor that `run` gave, and the row of the choice.
+    ) -> tuple[dict[str, list[Errors]], dict[str, int], Row]:
+        """Errors of every tensor that `run` gave, how many numbers they hang on, and the row of the
+        choice.
 
         Hugging Face's router chooses for itself: its errors are those to the truth of its choice.
         """
@@ -119,7 +120,12 @@ class RouterComparison:
         for name, exact in truth.items():
             moved = hf[name].double() - theirs[name] + exact
             errors[name] = [law.measure(ours[name], [moved], exact)]
-        return errors, row
+        numbers = dict.fromkeys(errors, ours["index"].numel())
+        if how.get("renormalize"):
+            numbers |= dict.fromkeys(
+                errors.keys() - {"top_k_weights"}, max(numbers.values()) - len(ours["index"])
+            )
+        return errors, numbers, row
 
     def _bias(self, given: dict[str, Tensor]) -> Tensor | None:
         return given["bias"] if getattr(self.ours, "use_expert_bias", True) else None

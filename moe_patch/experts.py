@@ -25,6 +25,7 @@ from .grouped import (
 from .kernels import on_device, op
 from .low_rank import LowRank
 from .order import ExpertOrder
+from .paths import ran
 
 __all__ = ["DTYPES", "expert_order", "fused_experts", "grouped_gemm"]
 
@@ -114,8 +115,11 @@ def _experts_inference(
         adapted = any(factor.numel() for factor in extra[:4])
         if adapted or not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
             if _in_fp8(*tensors[:3], weight_on_input, activation, extra):
+                ran("fp8")
                 return fp8.forward(*tensors, *_scales(extra), None, activation)[0]
+            ran("sorted")
             return _by_sort(*tensors, weight_on_input, activation, extra, False)[0]
+        ran("decode")
         (gate_up_bias, down_bias), (gate_up_scale, down_scale) = _biases(extra), _scales(extra)
         return kernels.decode.decode(
             rows_contiguous(hidden_states), gate_up_proj, down_proj,
@@ -156,7 +160,9 @@ def _experts_forward(
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
         if not _in_fp8(*tensors[:3], weight_on_input, activation, extra):
+            ran("sorted")
             return _by_sort(*tensors, weight_on_input, activation, extra, True)
+        ran("fp8")
         scales, empty = _scales(extra), hidden_states.new_empty
         out, pre, order, buffer = fp8.forward(*tensors, *scales, None, activation, True)
         dtype, experts = hidden_states.dtype, len(gate_up_proj)

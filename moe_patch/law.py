@@ -20,6 +20,7 @@ ALIVE = 1e-2  # rms t / rms x of an output
 FP8_RMS_FACTOR = 1.05  # ours and HF's round activations to e4m3 at other places, equally well
 FP8_SANE = 0.1  # as SANE, in rms t: e4m3's own errors, not those of the dtype
 MIN_TOKENS = 16  # an expert with fewer is judged with the whole tensor only
+MIN_NUMBERS = 128  # with fewer independent errors the factors widen: see `widened`
 
 
 @dataclass(frozen=True)
@@ -145,11 +146,13 @@ def why_not(
     x_rms: float | None = None,
     guards: bool = True,
     fp8: bool = False,
+    numbers: int | None = None,
 ) -> list[str]:
     """The rules that `errors` breaks, one phrase each. NaN breaks them all. `fp8`: HF's result, and
-    perhaps ours, is of activations in FP8."""
+    perhaps ours, is of activations in FP8. `numbers`: how many independent errors there are, where
+    that is fewer than elements."""
     eps = torch.finfo(dtype).eps
-    slack = FLOAT32_FACTOR if dtype == torch.float32 else 1.0
+    slack = (FLOAT32_FACTOR if dtype == torch.float32 else 1.0) * widened(numbers)
     rms_factor, max_factor, sane = RMS_FACTOR * slack, MAX_FACTOR * slack, SANE * eps
     if fp8:
         rms_factor, max_factor, sane = FP8_RMS_FACTOR, MAX_FACTOR, FP8_SANE
@@ -159,10 +162,10 @@ def why_not(
     if all(where is not None for where in errors.masks):
         broken.append(f"inf or NaN where HF has none, or the reverse, at {list(errors.masks[0])}")
     if not ours <= rms_factor * hf + eps * truth / 8:
-        broken.append(f"rms error {_times(ours, hf)} HF's (limit {rms_factor})")
+        broken.append(f"rms error {_times(ours, hf)} HF's (limit {rms_factor:.3g})")
     if not errors.largest[0] <= max_factor * hf_max + eps * errors.truth_largest:
         broken.append(
-            f"largest error {_times(errors.largest[0], hf_max)} HF's (limit {max_factor}), "
+            f"largest error {_times(errors.largest[0], hf_max)} HF's (limit {max_factor:.3g}), "
             f"at {list(errors.largest_at or ())}"
         )
     if guards and not hf <= sane * truth:
@@ -171,6 +174,17 @@ def why_not(
     if x_rms is not None and not truth >= ALIVE * x_rms:
         broken.append(f"a dead output: rms {truth:.1e} from an input of {x_rms:.1e}")
     return broken
+
+
+def widened(numbers: int | None) -> float:
+    """How much more than the law's factors an honest ratio of two rms may be by luck alone.
+
+    Both are over `numbers` independent errors, so that their squares' ratio follows Fisher's F: the
+    power keeps the chance below 1e-6 from 8 numbers on (docs/parity.md).
+    """
+    if numbers is None or numbers >= MIN_NUMBERS:
+        return 1.0
+    return (MIN_NUMBERS / max(numbers, 1)) ** 0.75
 
 
 def _times(ours: float, hf: float) -> str:
@@ -185,15 +199,16 @@ def row(
     x_rms: float | None = None,
     counts: Sequence[int] | None = None,
     fp8: bool = False,
+    numbers: int | None = None,
 ) -> Row:
     """Judges a measured tensor by rules 1 to 4 and, with `counts` of tokens per expert, by 5.
 
-    `parts` is one Errors, or one for each expert in order; `fp8` as in `why_not`.
+    `parts` is one Errors, or one for each expert in order; `fp8` and `numbers` as in `why_not`.
     """
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    broken = why_not(total, dtype, x_rms=x_rms, fp8=fp8)
+    broken = why_not(total, dtype, x_rms=x_rms, fp8=fp8, numbers=numbers)
     note = ""
     if counts is not None:
         judged = {e: parts[e] for e, count in enumerate(counts) if count >= MIN_TOKENS}

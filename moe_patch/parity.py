@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from .compare import Comparison
+from .compare import MIN_SLOTS, MIN_SLOTS_INTERPRETED, Comparison
 from .law import Row, judge
 from .models.decorated import ENABLED
 from .models.fp8 import is_quantised
 from .models.wrapped import is_dtensor
+from .passes import FEW, MANY
 from .patcher import patch, unpatch
+from .paths import PATHS
 from .shadow import plain_arithmetic, shadow
 
 __all__ = ["ParityReport", "Row", "Section", "check_parity", "judge"]
@@ -41,6 +43,9 @@ class ParityReport:
     sections: list[Section]
     environment: str
     skipped: list[str] = field(default_factory=list)
+    """What was not checked, and why."""
+    paths: list[str] = field(default_factory=list)
+    """The ways through the experts that ran, of `moe_patch.paths.PATHS`."""
 
     @property
     def rows(self) -> list[Row]:
@@ -65,7 +70,8 @@ class ParityReport:
 
     def __add__(self, other: ParityReport) -> ParityReport:
         skipped = [*self.skipped, *(line for line in other.skipped if line not in self.skipped)]
-        return ParityReport([*self.sections, *other.sections], self.environment, skipped)
+        paths = [path for path in PATHS if path in {*self.paths, *other.paths}]
+        return ParityReport([*self.sections, *other.sections], self.environment, skipped, paths)
 
     def __str__(self) -> str:
         lines = [f"moe_patch parity on {self.environment}"]
@@ -74,7 +80,15 @@ class ParityReport:
             lines += [f"  {line}" for line in _columns([HEADER, *map(cells, section.rows)])]
         lines += [""] if self.skipped else []
         lines += [f"not checked: {line}" for line in self.skipped]
-        return "\n".join([*lines, "", self.verdict])
+        return "\n".join([*lines, "", *self.ways, self.verdict])
+
+    @property
+    def ways(self) -> list[str]:
+        """Lines about the paths that ran and those that did not."""
+        if not self.paths:
+            return []
+        idle = [f"{name} ({when})" for name, when in PATHS.items() if name not in self.paths]
+        return [f"ran: {', '.join(self.paths)}", f"did not run: {', '.join(idle) or 'none'}"]
 
 
 HEADER = ("tensor", "our error", "HF's", "ratio", "our max", "HF's max", "pass", "")
@@ -131,15 +145,21 @@ def check_parity(
     blocks: str | int | Sequence[str] | None = None,
     hidden_states: Tensor | None = None,
     model_level: bool = False,
+    thorough: bool = False,
 ) -> ParityReport:
     """Compares MoE blocks with Hugging Face's own code and a float64 truth, by the parity law.
 
-    The model may be patched or not, and is left exactly as it was found: everything runs on
-    copies that share its weights.
+    A patched block is run itself, with its hooks, overrides and wrappers, and judged beside copies
+    that run Hugging Face's code on the same weights. A block that is not patched, or that is to run
+    in another dtype, is judged as a patched copy. Either way it is left exactly as it was found.
+
+    Each block runs with few and with many tokens, past every switch between code paths; the first
+    of every kind also with frozen experts, a `.grad` to add to, autocast, checkpointing, in train
+    mode, on strided input and with dropped slots (docs/parity.md).
 
     Args:
         model_or_block: a model, a MoE block or an experts module.
-        tokens: how many, or several numbers; 16 and 64 on a CPU, 7 and 1024 on a GPU.
+        tokens: how many, or several numbers, instead of those that reach every code path.
         dtype: bfloat16, float16 or float32; the model's own by default.
         backward: judge every gradient too.
         seed: of the random inputs and of the random gradient that comes in.
@@ -148,29 +168,22 @@ def check_parity(
         hidden_states: [..., H], the block's input, instead of random numbers.
         model_level: also compare whole-model logits: the median KL(HF float32 || patched) against
             KL(HF float32 || HF) over 512 random tokens. Needs the memory of a float32 copy.
+        thorough: run every block in every way, at every number of tokens.
 
     Raises:
         ValueError: no MoE block that can be patched, an unknown block, a wrong width or dtype,
-            weights that are spread over ranks.
+            weights that are spread over ranks, an input that proves nothing.
+        TypeError: no module, or tokens that are no whole numbers.
         RuntimeError: the kernels cannot run on the model's device.
     """
-    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"dtype is {dtype}: parity is defined for bfloat16, float16 and float32")
-    counts = [tokens] if isinstance(tokens, int) else tokens
-    if counts is not None and (not counts or min(counts) < 1):
-        raise ValueError(f"tokens is {tokens}: at least 1 token is needed")
-    if any(map(is_dtensor, model_or_block.parameters())):
-        raise ValueError(
-            f"{type(model_or_block).__name__} has weights spread over ranks (DTensors), and parity "
-            "is checked on one: check the same model, or a block of it, as it loads without a plan"
-        )
+    counts = _check(model_or_block, tokens, dtype, hidden_states)
     patched = shadow(model_or_block)
     found = patch(patched)
     skipped = [f"{name} ({cls}): {reason}" for name, cls, reason in found.skipped]
     chosen = _choose(patched, list(found.fused), blocks)
     devices = [parameter.device for parameter in patched.parameters()]
     del patched
-    sections = []
+    sections, paths, kinds = [], set(), set()
     for name in chosen:
         try:
             comparison = Comparison(model_or_block.get_submodule(name), dtype)
@@ -178,20 +191,82 @@ def check_parity(
             skipped.append(f"{name}: {error}")
             continue
         _require(comparison, hidden_states)
-        for count in _tokens(counts, hidden_states, comparison):
+        interpreted = comparison.device.type == "cpu"
+        comparison.min_slots = MIN_SLOTS
+        if interpreted and not thorough:
+            comparison.min_slots = MIN_SLOTS_INTERPRETED
+        block = _describe(name, comparison)
+        numbers = _tokens(counts, hidden_states, comparison)
+        kind = block.removeprefix(name)
+        enough = [n for n in numbers if n * comparison.top_k >= MIN_SLOTS]
+        main = min(enough) if enough else max(numbers)
+        if kind in kinds and counts is None and not thorough:
+            numbers = [main]
+        for count in numbers:
+            ways = FEW if kind not in kinds else ()
+            if thorough or count == main and kind not in kinds:
+                ways = MANY
             rows, remark = comparison.rows(
-                count, backward=backward, seed=seed, hidden_states=hidden_states
+                count,
+                backward=backward,
+                seed=seed,
+                hidden_states=hidden_states,
+                ways=[way for way in ways if backward or not way.backward],
             )
-            block = _describe(name, comparison)
             sections.append(Section(block, str(comparison.dtype)[6:], count, rows, remark))
-        skipped += [f"{name}, HF's {way}: {why}" for way, why in comparison.refused.items()]
+        kinds.add(kind)
+        paths |= comparison.paths
+        skipped += [f"{name}, {way}: {why}" for way, why in comparison.refused.items()]
     if model_level:
         answer = _model_level(model_or_block, dtype, seed, set(devices))
         if isinstance(answer, str):
             skipped.append(f"model level: {answer}")
         else:
             sections.append(answer)
-    return ParityReport(sections, environment(devices[0]), skipped)
+    ran = [path for path in PATHS if path in paths]
+    return ParityReport(sections, environment(devices[0]), skipped, ran)
+
+
+def _check(
+    model: nn.Module, tokens: Any, dtype: torch.dtype | None, hidden_states: Tensor | None
+) -> list[int] | None:
+    """The numbers of tokens that were asked for; raises as `check_parity` does."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"check_parity takes a torch.nn.Module, found {type(model).__name__}")
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"dtype is {dtype}: parity is defined for bfloat16, float16 and float32")
+    if any(map(is_dtensor, model.parameters())):
+        raise ValueError(
+            f"{type(model).__name__} has weights spread over ranks (DTensors), and parity "
+            "is checked on one: check the same model, or a block of it, as it loads without a plan"
+        )
+    if hidden_states is not None:
+        _check_input(hidden_states)
+    if tokens is None:
+        return None
+    counts = list(tokens) if isinstance(tokens, Sequence) else [tokens]
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"tokens is {tokens!r}: a whole number is needed, or several")
+    if not counts or min(counts) < 1:
+        raise ValueError(f"tokens is {tokens}: at least 1 token is needed")
+    return counts
+
+
+def _check_input(hidden_states: Tensor) -> None:
+    """Refuses what proves nothing: any code gives Hugging Face's zeros for zeros."""
+    if not isinstance(hidden_states, Tensor) or not hidden_states.is_floating_point():
+        found = getattr(hidden_states, "dtype", type(hidden_states).__name__)
+        raise TypeError(f"hidden_states is {found}: a floating-point tensor is needed")
+    reason = None
+    if not hidden_states.numel():
+        reason = "has no element"
+    elif not bool(hidden_states.isfinite().all()):
+        reason = "holds inf or NaN"
+    elif not bool(hidden_states.flatten(0, -2).any(-1).all()):
+        reason = "has a token that is all zeros"
+    if reason:
+        raise ValueError(f"hidden_states {list(hidden_states.shape)} {reason}: it proves nothing")
 
 
 def _choose(
@@ -242,7 +317,7 @@ def _tokens(
 ) -> Sequence[int]:
     if hidden_states is not None:
         return [hidden_states.numel() // hidden_states.shape[-1]]
-    return tokens or ((7, 1024) if comparison.device.type == "cuda" else (16, 64))
+    return tokens or comparison.token_counts()
 
 
 def _describe(name: str, comparison: Comparison) -> str:

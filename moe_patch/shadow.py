@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from . import fp8, reference
 from .emulate import dequantised_linear, fp8_linear
+from .models import SWAPS
 from .models.decorated import (
+    NAME,
     ExpertsConfig,
     UndecoratedExperts,
     is_decorated,
@@ -25,6 +27,7 @@ from .models.decorated import (
 from .models.fp8 import is_quantised
 from .models.gates import activation_of
 from .models.parts import normalises, up_name
+from .models.wrapped import plain_class
 from .patcher import unpatch
 
 DEQUANTISED = "dequantised"
@@ -70,6 +73,16 @@ def shadow(
     for name, child in module._modules.items():
         new._modules[name] = None if child is None else shadow(child, dtype, memo)
     return new
+
+
+def runs_ours(block: nn.Module) -> bool:
+    """Whether the block is patched, or switched to experts_implementation="moe_patch"."""
+    for module in block.modules():
+        if plain_class(module) in SWAPS.values():
+            return True
+        if is_decorated(module) and module.config._experts_implementation == NAME:
+            return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 
 from moe_patch import kernels, reference
 from moe_patch.models import decorated, llama4, qwen3_moe, routers
+from moe_patch.paths import ran
 
 # `name=`, so that a test file can import a fixture and still name its argument like it
 
@@ -46,6 +47,10 @@ def use_fixture(monkeypatch):
     monkeypatch.setattr(kernels.fp8_gemm, "runs", lambda _: True)
 
     def put(experts=honest, routing=choose):
+        def announced(*args, **more):
+            ran("sorted")
+            return experts(*args, **more)
+
         def sigmoid_scores(logits, top_k):
             logits = logits.detach()
             index, weights = routing(logits, top_k, score="sigmoid", dtype=torch.float32)
@@ -54,7 +59,7 @@ def use_fixture(monkeypatch):
 
         monkeypatch.setattr(llama4, "sigmoid_scores", sigmoid_scores)
         for module in (decorated, llama4):
-            monkeypatch.setattr(module, "fused_experts", experts)
+            monkeypatch.setattr(module, "fused_experts", announced)
         for module in (qwen3_moe, llama4, routers):
             monkeypatch.setattr(module, "select_experts", routing)
 

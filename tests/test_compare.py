@@ -12,7 +12,7 @@ from transformers import MixtralConfig, OlmoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
-from moe_patch import compare, reference, shadow
+from moe_patch import compare, passes, reference, shadow
 from moe_patch.compare import Comparison
 from moe_patch.compare_router import routing
 from moe_patch.shapes import SHAPES, build
@@ -27,6 +27,7 @@ GRADIENTS = {
     "d_top_k_weights",
 }
 TENSORS = {"top_k_weights", "output", "output_no_grad"} | GRADIENTS
+WHOLE = {"block output", "block output, no gradients", "block d_hidden_states"}
 
 
 def compare_block(name, dtype=torch.float32, tokens=64, *, backward=True, seed=0):
@@ -50,7 +51,7 @@ def compare_block(name, dtype=torch.float32, tokens=64, *, backward=True, seed=0
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_honest_code_passes(use, name, dtype, tokens):
     rows = compare_block(name, dtype, tokens)
-    assert rows.keys() == TENSORS | {"routing", "repeat"}
+    assert rows.keys() == TENSORS | {"routing", "repeat", "return value"}
     assert all(row.passed for row in rows.values()), rows
     if dtype != torch.float32:  # where one rounding beats many
         assert rows["d_gate_up_proj"].ratio < 0.9
@@ -58,7 +59,7 @@ def test_honest_code_passes(use, name, dtype, tokens):
 
 def test_forward_only(use):
     rows = compare_block("tiny_qwen3", backward=False)
-    assert rows.keys() == {"routing", "top_k_weights", "output", "repeat"}
+    assert rows.keys() == {"routing", "top_k_weights", "output", "repeat", "return value"}
 
 
 # Faults: (x, gate_up, down, index, weights, weight_on) -> out, and the tensors that must show it.
@@ -388,7 +389,9 @@ def test_other_families_have_their_experts_compared(use, block_class, config_cla
             parameter.normal_(0, 0.15)
     rows, _ = Comparison(block).rows(64, backward=True, seed=0)
     rows = {row.tensor: row for row in rows}
-    assert rows.keys() == TENSORS | {"d_router_inputs", "routing", "repeat"}
+    assert rows.keys() == TENSORS | WHOLE | {
+        "d_router_inputs", "routing", "repeat", "return value",
+    }  # fmt: skip
     assert all(row.passed for row in rows.values()), rows
     use(swapped_gate_and_up)
     rows, _ = Comparison(block).rows(64, backward=True, seed=0)
@@ -416,7 +419,7 @@ def test_forced_routing_changes_hugging_faces_choice(use):
     block = build("tiny_qwen3")
     seen = []
     block.experts.register_forward_pre_hook(lambda _, args: seen.append(args))
-    with compare._Force(index):
+    with passes.Force(index):
         block(torch.randn(1, 4, 64))
     assert torch.equal(seen[0][1], index)
     assert seen[0][2].sum(-1).detach() == pytest.approx(1)

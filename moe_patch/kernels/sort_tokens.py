@@ -91,6 +91,11 @@ def _block(slots: int) -> int:
     return next((b for b in (256, 512, 1024) if slots <= b * b // 4), 2048)
 
 
+def programs(slots: int) -> int:
+    """How many programs sort that many slots; one needs no counting before."""
+    return max(1, cdiv(slots, _block(slots)))
+
+
 def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Tensor) -> ExpertOrder:
     """Sorts the slots of top_k_index [T, K] (any integer dtype, contiguous) into `buffer`.
 
@@ -116,8 +121,7 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Ten
 def _start(slots: int, num_experts: int, block_m: int) -> tuple[Launch, Launch, int, int]:
     """Of the two kernels; the number of blocks and of bins."""
     bins = power_of_two(max(num_experts, 2))
-    block = _block(slots)
-    blocks = max(1, cdiv(slots, block))
+    block, blocks = _block(slots), programs(slots)
     chunk = max(1, min(4096 // bins, power_of_two(blocks)))
     sizes = {"E": num_experts, "BINS": bins, "BLOCK": block, "num_warps": 4}
     single = blocks == 1
