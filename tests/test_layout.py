@@ -81,6 +81,7 @@ ARROWS |= {
         "bench_lora",
         "bench_model",
         "bench_tables",
+        "output",
         "parity",
         "scaling",
         "support",
@@ -96,8 +97,21 @@ ARROWS |= {
     "support": BENEATH | {"activation"},
     "tune": BENEATH | {"bench", "kernels.*", "order"},
     "__init__": BENEATH | {"parity", "pretrained"},
+    "checkpoint": {"shapes"},
+    "output": set(),
     "__main__": BENEATH
-    | {"bench", "bench_cli", "compare", "parity", "pretrained", "support", "tune", "kernels.*"},
+    | {
+        "bench",
+        "bench_cli",
+        "checkpoint",
+        "compare",
+        "output",
+        "parity",
+        "pretrained",
+        "support",
+        "tune",
+        "kernels.*",
+    },
 }
 # Not in this table: any declared dependency (test_packaging).
 THIRD_PARTY = {
