@@ -96,9 +96,10 @@ ARROWS |= {
     "bench_model": BENEATH | {"bench"},
     "support": BENEATH | {"activation"},
     "tune": BENEATH | {"bench", "kernels.*", "order"},
-    "__init__": BENEATH | {"parity", "pretrained"},
+    "__init__": BENEATH | {"parity", "pretrained", "starting"},
     "checkpoint": {"shapes"},
     "output": set(),
+    "starting": set(),
     "__main__": BENEATH
     | {
         "bench",
@@ -120,6 +121,7 @@ THIRD_PARTY = {
     "shapes": {"torch", "transformers"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
+    "starting": set(),
     "accumulate": {"torch"},
     "activation": set(),
     "low_rank": {"torch"},
