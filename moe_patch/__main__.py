@@ -287,6 +287,8 @@ def _parity(options: argparse.Namespace) -> int:
         _show(report, sys.stdout)
     if options.json and options.json != "-":
         _write(options.json, text)
+    if not report.rows:
+        raise UsageError("nothing was checked, and the report says why")
     return 0 if report.passed else 1
 
 

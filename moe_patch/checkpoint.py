@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -28,7 +28,8 @@ def load(folder: str, device: torch.device | str) -> tuple[nn.Module, str]:
     it. The remark names weights that the model has no place for; "" when there are none.
 
     Raises:
-        ValueError: the folder holds no checkpoint, or not all of one, or a broken one.
+        ValueError: the folder holds no checkpoint, or not all of one, or a broken one, or weights
+            that are NaN.
     """
     if not os.path.isfile(os.path.join(folder, "config.json")):
         here = sorted(path.parent.name for path in Path().glob("*/config.json"))
@@ -66,6 +67,9 @@ def load(folder: str, device: torch.device | str) -> tuple[nn.Module, str]:
             f"{folder} is not whole, and parity of random weights would prove nothing: it lacks "
             f"{_few(info['missing_keys'])}"
         )
+    broken = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
+    if broken:
+        raise ValueError(f"{folder} has weights that are NaN or infinite: {_few(broken)}")
     remark = ""
     if info["unexpected_keys"]:
         place = f"{type(model).__name__} has no place for them"
@@ -101,6 +105,13 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, KeyError | AttributeError | TypeError | IndexError):
         text = f"{type(error).__name__} {text}"
     return (text or type(error).__name__)[:300].rstrip(".")
+
+
+def _finite(weight: Tensor) -> bool:
+    """Whether a weight holds numbers alone; quantised ones, of a byte, are not looked at."""
+    if weight.element_size() == 1 or weight.is_meta:
+        return True
+    return bool(weight.isfinite().all())
 
 
 def _few(names: Collection[str]) -> str:

@@ -158,6 +158,23 @@ def test_weights_of_another_shape(folder):
     assert "lm_head.weight is [3, 64] and the model's [128, 64]" in said
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(folder, value):
+    def change(tensors):
+        tensors["model.layers.0.mlp.gate.weight"][0, 0] = value
+
+    said = refusal(edited(folder(), change))
+    assert "NaN or infinite: model.layers.0.mlp.gate.weight" in said
+
+
+def test_where_nothing_can_be_checked_there_is_no_answer(folder, command):
+    bad = folder()
+    config = json.loads((bad / "config.json").read_text()) | {"num_experts_per_tok": 99}
+    (bad / "config.json").write_text(json.dumps(config))
+    code, out, err = command(bad)
+    assert code == 2 and "top_k is 99" in out and err.startswith("moe_patch: nothing was checked")
+
+
 def test_weights_too_many_are_told(folder, command):
     code, out, _ = command(edited(folder(), lambda t: t.update(extra=torch.zeros(3))))
     assert code == 0 and "not checked: weights of" in out and "no place for them: extra" in out
