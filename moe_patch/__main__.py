@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _forget_output()
     except Exception as error:
         message, code = _unforeseen(error), 2
-    print(f"moe_patch: {message}", file=sys.stderr)
+    print("moe_patch:", *(line.strip() for line in message.splitlines()), file=sys.stderr)
     return code
 
 
@@ -109,6 +109,8 @@ def _unforeseen(error: Exception) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("python -m moe_patch", description=__doc__)
+    version = f"moe_patch {parity.versions()['moe_patch']}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser(
@@ -221,7 +223,7 @@ def _env(_: argparse.Namespace) -> int:
         answer = subprocess.run(query, capture_output=True, text=True, check=False)
         lines["driver"] = ", ".join(dict.fromkeys(answer.stdout.split())) or "unknown"
     for name in ("TRITON_INTERPRET", "MOE_PATCH"):
-        lines[name] = os.environ.get(name, "not set")
+        lines[name] = os.environ.get(name) or "not set"
     gpu = kernels.why_not("cuda") or (None if torch.cuda.is_available() else "no GPU found")
     lines["kernels on a GPU"] = gpu or "run"
     cpu = kernels.why_not("cpu") is None

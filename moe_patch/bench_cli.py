@@ -290,7 +290,7 @@ def _models(
         note = bench.short_of(error, f"{config.get_text_config().num_hidden_layers} layers")
         return [], [f"{name}: skipped, {note}: use --layers"]
     except ValueError as error:  # no block of it can be patched
-        return str(error)
+        return bench.first_line(error)
     if not report.passed:
         return report
     notes = []

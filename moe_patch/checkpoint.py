@@ -35,7 +35,7 @@ def load(folder: str, device: torch.device | str) -> tuple[nn.Module, str]:
         here = sorted(path.parent.name for path in Path().glob("*/config.json"))
         raise ValueError(
             f"no checkpoint in {folder!r}, a folder with a config.json is needed: here is "
-            f"{', '.join(here) or 'none'}, and --shape takes {', '.join(shapes.SHAPES)}"
+            f"{_few(here) or 'none'}, and --shape takes {', '.join(shapes.SHAPES)}"
         )
     if not any(next(Path(folder).glob(pattern), None) for pattern in WEIGHTS):
         raise ValueError(

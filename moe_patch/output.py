@@ -91,8 +91,11 @@ def _sizes(least: Sequence[int], most: Sequence[int], width: int) -> list[int]:
 
 def check_writable(flag: str, file: str | Path) -> None:
     """Raises ValueError when a file could not be written later; changes and leaves nothing."""
-    path = Path(os.path.realpath(file))
+    path = Path(file)
     try:
+        if not path.exists():
+            # a link to a file that is not there yet; of a pipe, as /dev/stdout, there is no path
+            path = Path(os.path.realpath(file))
         if path.is_dir():
             raise ValueError(f"{flag} {str(file)!r} is a folder: name a file")
         if not path.parent.is_dir():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from plain import one_thread_fixture, use_fixture  # noqa: F401
 
 import moe_patch.__main__ as command_line
-from moe_patch import bench_cli, parity, tune
+from moe_patch import __version__, bench_cli, parity, tune
 from moe_patch.__main__ import main
 
 SECTION = parity.Section("a block", "float32", 8, [parity.Row("output", True)])
@@ -115,6 +116,12 @@ def test_help_is_not_an_error(capsys):
     assert stop.value.code == 0 and "130 after Ctrl-C" in capsys.readouterr().out
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"moe_patch {__version__}\n"
+
+
 # --json FILE
 
 
@@ -142,6 +149,16 @@ def test_json_goes_through_a_link(capsys, tmp_path, quick):
     (tmp_path / "link.json").symlink_to(tmp_path / "new.json")
     assert main(["parity", "--json", str(tmp_path / "link.json")]) == 0
     assert json.loads((tmp_path / "new.json").read_text())["passed"] is True
+
+
+def test_json_goes_to_a_pipe(quick):
+    read, write = os.pipe()
+    try:
+        assert main(["parity", "--shape", "tiny_qwen3", "--json", f"/dev/fd/{write}"]) == 0
+    finally:
+        os.close(write)
+    with open(read) as answer:
+        assert json.load(answer)["passed"] is True
 
 
 def test_a_disk_that_is_full_in_the_end_loses_no_report(capsys, quick):
@@ -184,3 +201,29 @@ def test_thorough_is_passed_on_when_asked_for(capsys, quick, monkeypatch):
     main(["parity", "--shape", "tiny_qwen3", "--dtype", "fp32"])
     main(["parity", "--shape", "tiny_qwen3", "--dtype", "fp32", "--thorough"])
     assert "thorough" not in asked[0] and asked[1]["thorough"] is True
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{", "", '{"model_type": "nope"}', "\x00", "3"])
+def test_a_model_config_that_is_none(capsys, tmp_path, idle, text):
+    (tmp_path / "config.json").write_text(text)
+    err = refused(capsys, "bench", "--model-config", str(tmp_path / "config.json"))
+    assert "is no config of this transformers" in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "task,ms\n",
+        "task,shape,ranks,tokens,ms,gb_s\nall_reduce,,,,,\n",
+        "task,shape,ranks,tokens,ms,gb_s\nep block forward,qwen3_30b,2,8,1,1\n"
+        "all_reduce,qwen3_30b,2,8,x,1\nall_to_all,qwen3_30b,2,8,1,1\n",
+        "task,shape,ranks,tokens,ms,gb_s\nep block forward,qwen3_30b,2,8,1,1\n"
+        "all_reduce,qwen3_30b,2,8,1,1\nall_to_all,qwen3_30b,2,8,1,1\n",
+        "\x00,\xff",
+    ],
+)
+def test_a_scaling_file_that_is_none(capsys, tmp_path, idle, text):
+    (tmp_path / "t.csv").write_text(text, encoding="latin-1")
+    err = refused(capsys, "bench", "--scaling", str(tmp_path / "t.csv"))
+    assert "the CSV file of a whole bench --distributed is read" in err

@@ -28,8 +28,18 @@ def test_another_value_is_refused_by_name(word):
 
 def test_commands_name_the_value(capsys, monkeypatch):
     monkeypatch.setattr(command_line, "ENABLED", False)
+    monkeypatch.setattr(command_line.support, "table", str)
     monkeypatch.setenv("MOE_PATCH", "off")
     assert command_line.main(["env"]) == 0
     assert "run Hugging Face's own forward (MOE_PATCH=off)" in capsys.readouterr().out
     assert command_line.main(["parity"]) == 2
     assert "MOE_PATCH=off is set" in capsys.readouterr().err
+
+
+def test_an_empty_value_is_not_set(capsys, monkeypatch):
+    monkeypatch.setattr(command_line.support, "table", str)
+    monkeypatch.setenv("MOE_PATCH", "")
+    assert command_line.main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.startswith("MOE_PATCH"))
+    assert line.endswith("not set")
