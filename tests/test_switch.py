@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import moe_patch.__main__ as command_line
@@ -43,3 +48,16 @@ def test_an_empty_value_is_not_set(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if line.startswith("MOE_PATCH"))
     assert line.endswith("not set")
+
+
+@pytest.mark.parametrize("value, enabled", [("No", "False"), ("yes", "True"), ("", "True")])
+def test_it_is_read_on_import(value, enabled):
+    script = "from moe_patch.models.decorated import ENABLED; print(ENABLED)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "MOE_PATCH": value},
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split()[-1:] == [enabled], done.stderr
