@@ -41,7 +41,7 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EI
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done; the message is one sentence."""
+    """A request that cannot be carried out; the message is one sentence."""
 
 
 class _Parser(argparse.ArgumentParser):

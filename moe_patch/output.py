@@ -1,4 +1,4 @@
-"""What the commands print and write: tables that fit, files that are known to be writable."""
+"""Tables that fit the terminal, displays of progress, and files that are known to be writable."""
 
 from __future__ import annotations
 

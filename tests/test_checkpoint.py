@@ -44,7 +44,7 @@ def folder(saved, tmp_path):
 
 
 def refusal(folder) -> str:
-    """What `load` says."""
+    """Returns what `load` says, which is one line."""
     with pytest.raises(ValueError) as caught:
         checkpoint.load(str(folder), "cpu")
     text = str(caught.value)

@@ -1,4 +1,4 @@
-"""What a stranger types: one line on stderr, exit code 2, nothing written, nothing run."""
+"""Commands that a stranger types: one line on stderr, exit code 2, nothing written, nothing run."""
 
 from __future__ import annotations
 
