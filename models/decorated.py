@@ -25,6 +25,7 @@ from ..experts import DTYPES, fused_experts
 from . import fp8
 from .gates import activation_of, has_own_gate, is_silu
 from .parts import by_parts, normalises, up_name
+from .switch import is_on
 from .wrapped import is_dtensor, replaced_forward
 
 NAME = "moe_patch"
@@ -35,7 +36,7 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch.export tr
 UPDATES = "_low_rank_updates"
 """Attribute of experts, while they run under LoRA: {parameter: (A [E, R, K], B [E, N, R])}."""
 
-ENABLED = os.environ.get("MOE_PATCH") != "0"
+ENABLED = is_on(os.environ.get("MOE_PATCH"))
 """False under MOE_PATCH=0: every patched module runs HF's own forward."""
 
 

@@ -7,7 +7,11 @@ model.unpatch()
 
 from pathlib import Path
 
-import transformers
+from .starting import guard
+
+guard()
+
+import transformers  # noqa: E402
 
 _version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 if not (5, 17) <= _version < (6, 0):

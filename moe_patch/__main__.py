@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -11,13 +13,14 @@ import platform
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     Progress,
     SpinnerColumn,
@@ -27,33 +30,87 @@ from rich.progress import (
 from rich.table import Table
 from torch import nn
 
-from . import bench_cli, kernels, parity, shapes, support, tune
+from . import bench_cli, checkpoint, kernels, output, parity, shapes, support, tune
 from .bench_cli import DTYPES
 from .kernels import table as kernels_table
 from .models import SWAPS
 from .models.decorated import ENABLED
 
 T = TypeVar("T")
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done; the message is one sentence."""
+    """A request that cannot be carried out; the message is one sentence."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line, and its subcommands with it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0 when it holds, 1 when parity fails, 2 for a usage error."""
-    options = _parser().parse_args(arguments)
-    if options.command == "parity" and arguments is None:
-        _interpret()
+    """Runs one command.
+
+    Returns:
+        0 when it holds, 1 when parity fails, 2 when there is no answer (a usage error, a file that
+        cannot be read or written, too little memory), 130 after Ctrl-C.
+    """
+    code = 2
     try:
-        return options.run(options)
+        _refuse_empty(sys.argv[1:] if arguments is None else arguments)
+        options = _parser().parse_args(arguments)
+        if options.command == "parity" and arguments is None:
+            _interpret()
+        code = options.run(options)
+        # a full disk or a closed pipe shows now, and not after the exit code is chosen
+        sys.stdout.flush()
+        return code
     except UsageError as error:
-        print(f"moe_patch: {error}", file=sys.stderr)
-        return 2
+        message = str(error)
+    except KeyboardInterrupt:
+        message, code = "stopped by Ctrl-C", 130
+    except OSError as error:
+        message, code = f"{type(error).__name__}: {error}", 2
+        if error.errno in _OUTPUT_ERRORS:
+            message = f"the output cannot be written: {error.strerror}"
+            _forget_output()
+    except Exception as error:
+        message, code = _unforeseen(error), 2
+    print("moe_patch:", *(line.strip() for line in message.splitlines()), file=sys.stderr)
+    return code
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Raises UsageError for an empty argument: a variable that is not set asks for no default."""
+    for i, argument in enumerate(arguments):
+        if not argument.strip() or (argument.startswith("--") and argument.endswith("=")):
+            flag = argument.strip(" =") or (arguments[i - 1] if i else "")
+            raise UsageError(f"the argument after {flag!r} is empty: is a shell variable not set?")
+
+
+def _forget_output() -> None:
+    """Sends what is still buffered for stdout nowhere: Python's exit would fail on it."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unforeseen(error: Exception) -> str:
+    """Returns a sentence, after a traceback where the error is nobody's input."""
+    first = str(error).partition("\n")[0][:200]
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in first
+    if short:
+        return f"too little memory, use fewer --tokens: {first or 'on the host'}"
+    traceback.print_exception(error)
+    return f"{type(error).__name__} was not foreseen: please report the lines above"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m moe_patch", description=__doc__)
+    parser = _Parser("python -m moe_patch", description=__doc__)
+    version = f"moe_patch {parity.versions()['moe_patch']}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser(
@@ -65,13 +122,15 @@ def _parser() -> argparse.ArgumentParser:
         "parity",
         help="compare with Hugging Face's code and a float64 truth; exit code 0 or 1",
         description="Without a folder or a shape: small Qwen3-MoE and Llama4 models in Triton's "
-        "interpreter, or blocks of the sizes qwen3_30b and llama4_scout on a GPU.",
+        "interpreter, or blocks of the sizes qwen3_30b and llama4_scout on a GPU. Exit codes: 0 "
+        "when every row holds, 1 when one does not, 2 when there is no answer, 130 after Ctrl-C.",
     )
     command.add_argument("folder", nargs="?", help="a local checkpoint")
     command.add_argument("--blocks", help="of the checkpoint: a name or 'all' (default: a few)")
     command.add_argument("--model-level", action="store_true", help="compare its logits too")
     command.add_argument("--forward-only", action="store_true", help="no gradients")
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--thorough", action="store_true", help="every path and way to train")
+    command.add_argument("--seed", type=_seed, default=0)
     command.set_defaults(run=_parity)
     _common(command, dtypes="bf16 on a GPU, fp32 and fp16 without; a checkpoint's own")
 
@@ -114,10 +173,22 @@ def _common(command: argparse.ArgumentParser, dtypes: str, more: tuple[str, ...]
     )
 
 
+def _whole(text: str, least: int, most: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+    return number
+
+
 def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError("at least 1 token is needed")
-    return int(text)
+    return _whole(text, 1, 2**31 - 1)
+
+
+def _seed(text: str) -> int:
+    return _whole(text, 0, 2**63 - 1)
 
 
 def _interpret() -> None:
@@ -152,13 +223,13 @@ def _env(_: argparse.Namespace) -> int:
         answer = subprocess.run(query, capture_output=True, text=True, check=False)
         lines["driver"] = ", ".join(dict.fromkeys(answer.stdout.split())) or "unknown"
     for name in ("TRITON_INTERPRET", "MOE_PATCH"):
-        lines[name] = os.environ.get(name, "not set")
+        lines[name] = os.environ.get(name) or "not set"
     gpu = kernels.why_not("cuda") or (None if torch.cuda.is_available() else "no GPU found")
     lines["kernels on a GPU"] = gpu or "run"
     cpu = kernels.why_not("cpu") is None
     lines["kernels on the CPU"] = "run, interpreted" if cpu else "for tests: TRITON_INTERPRET=1"
     if not ENABLED:
-        lines["patched blocks"] = "run Hugging Face's own forward (MOE_PATCH=0)"
+        lines["patched blocks"] = f"run Hugging Face's own forward ({_switch()})"
     lines["fused classes"] = ", ".join(cls.__name__ for cls in SWAPS)
     width = max(map(len, lines))
     print("\n".join(f"{name:{width}}  {text}" for name, text in lines.items()))
@@ -166,40 +237,67 @@ def _env(_: argparse.Namespace) -> int:
     return 0
 
 
+def _switch() -> str:
+    return f"MOE_PATCH={os.environ.get('MOE_PATCH') or 0}"
+
+
 def _parity(options: argparse.Namespace) -> int:
     device, report = _device(), None
-    reason = kernels.why_not(device) or (None if ENABLED else "MOE_PATCH=0 is set: unset it")
+    off = f"{_switch()} is set, so patched blocks run Hugging Face's own forward: unset it"
+    reason = kernels.why_not(device) or (None if ENABLED else off)
     if reason:
         raise UsageError(reason)
+    if not options.folder and (options.blocks or options.model_level):
+        flag = "--blocks" if options.blocks else "--model-level"
+        raise UsageError(f"{flag} is of a checkpoint: name its folder before the options")
+    if options.json and options.json != "-":
+        _usage(output.check_writable, "--json", options.json)
     if device == "cpu" and "bf16" in (options.dtype or []):
         raise UsageError(
             "bf16 needs a GPU, because Triton's interpreter does not round to it: use --dtype fp32 "
             "or fp16"
         )
-    with _progress() as progress:
-        task = progress.add_task("loading")
-        for label, module, extra in _subjects(options, device):
-            progress.update(task, description=label)
-            part = _usage(
-                parity.check_parity,
-                module,
-                tokens=options.tokens,
-                backward=not options.forward_only,
-                seed=options.seed,
-                **extra,
-            )
-            report = part if report is None else report + part
-    if options.json:
-        _write(options.json, json.dumps(report.to_dict(), indent=2))
-    if options.json != "-":
-        _show(report)
+    more = {"thorough": True} if options.thorough else {}
+    try:
+        with _progress() as progress:
+            task = progress.add_task("loading")
+            for label, module, remark, extra in _subjects(options, device):
+                progress.update(task, description=label)
+                part = _usage(
+                    parity.check_parity,
+                    module,
+                    tokens=options.tokens,
+                    backward=not options.forward_only,
+                    seed=options.seed,
+                    **extra,
+                    **more,
+                )
+                if remark:
+                    part = replace(part, skipped=[*part.skipped, remark])
+                report = part if report is None else report + part
+    except BaseException as error:
+        # hours may be behind it; an interrupted check_parity leaves what it had finished
+        part = getattr(error, "report", None)
+        report = part if report is None else report + part if part else report
+        if report:
+            _show(report, sys.stderr if options.json == "-" else sys.stdout, whole=False)
+        raise
+    text = json.dumps(report.to_dict(), indent=2)
+    if options.json == "-":
+        print(text)
+    else:
+        _show(report, sys.stdout)
+    if options.json and options.json != "-":
+        _write(options.json, text)
+    if not report.rows:
+        raise UsageError("nothing was checked, and the report says why")
     return 0 if report.passed else 1
 
 
 def _subjects(
     options: argparse.Namespace, device: str
-) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """(label, module, arguments of check_parity) of everything to compare."""
+) -> Iterator[tuple[str, nn.Module, str, dict[str, Any]]]:
+    """(label, module, what else to tell, arguments of check_parity) of everything to compare."""
     small = device == "cpu"
     names, build = options.shape, shapes.build
     if not names and not options.folder:
@@ -210,32 +308,14 @@ def _subjects(
             tiny = ", ".join(n for n, shape in shapes.SHAPES.items() if shape.tiny)
             raise UsageError(f"{name} needs a GPU: without one there are {tiny}")
     if options.folder:
-        model = _load(options.folder, device)
+        model, remark = _usage(checkpoint.load, options.folder, device)
         extra = {"blocks": options.blocks, "model_level": options.model_level}
         for dtype in options.dtype or (["fp32"] if small else [None]):
             label = f"{options.folder} {dtype or ''}"
-            yield label, model, {"dtype": dtype and DTYPES[dtype], **extra}
+            yield label, model, remark, {"dtype": dtype and DTYPES[dtype], **extra}
     dtypes = options.dtype or (["fp32", "fp16"] if small else ["bf16"])
     for name, dtype in itertools.product(names, dtypes):
-        yield f"{name} {dtype}", _usage(build, name, dtype=DTYPES[dtype], device=device), {}
-
-
-def _load(folder: str, device: str) -> nn.Module:
-    if not (Path(folder) / "config.json").is_file():
-        here = sorted(path.parent.name for path in Path().glob("*/config.json"))
-        raise UsageError(
-            f"no checkpoint in {folder!r}, a folder with a config.json is needed: here is "
-            f"{', '.join(here) or 'none'}, and --shape takes {', '.join(shapes.SHAPES)}"
-        )
-    from transformers import AutoModelForCausalLM
-
-    place = {} if device == "cpu" else {"device_map": device}
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype="auto", **place
-        ).eval()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} does not load: {str(error).splitlines()[0]}") from error
+        yield f"{name} {dtype}", _usage(build, name, dtype=DTYPES[dtype], device=device), "", {}
 
 
 def _usage(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
@@ -306,7 +386,7 @@ def _show_tiles(results: Sequence[tune.Result]) -> None:
             table.add_row(
                 *row, _tile(r.before), f"{r.before_ms:.4f}", changed, f"{r.after_ms:.4f}"
             )  # fmt: skip
-        Console().print(table)
+        output.show(table, output.console(sys.stdout))
     spent = [sum(r.compile_s for r in results), sum(r.measure_s for r in results)]
     print("compiled in {:.0f} s, measured in {:.0f} s".format(*spent))
 
@@ -317,30 +397,34 @@ def _tile(tile: Any) -> str:
 
 def _progress() -> Progress:
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return output.progress(*columns)
 
 
 def _write(file: str, text: str) -> None:
-    if file == "-":
-        print(text)
-    else:
-        Path(file).write_text(text + "\n")
+    try:
+        Path(file).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"the report is above, but not in {file!r}: {reason}") from error
 
 
-def _show(report: parity.ParityReport) -> None:
-    console = Console()
+def _show(report: parity.ParityReport, file: TextIO, whole: bool = True) -> None:
+    """Prints a report; without its verdict when it is not whole."""
+    console = Console(file=file)
     if not console.is_terminal:
-        print(report)
+        lines = str(report).splitlines()
+        print("\n".join(x for x in lines if whole or x != report.verdict), file=file)
         return
     console.print(f"moe_patch parity on {report.environment}")
     for section in report.sections:
         table = Table(*parity.HEADER, title=parity.title(section), title_justify="left")
         for row in section.rows:
-            table.add_row(*map(escape, parity.cells(row)), style=None if row.passed else "bold red")
-        console.print(table)
+            table.add_row(*parity.cells(row), style=None if row.passed else "bold red")
+        output.show(table, console)
     for line in report.skipped:
         console.print(f"not checked: {line}", markup=False)
-    console.print(report.verdict, style="green" if report.passed else "bold red")
+    if whole:
+        console.print(report.verdict, style="green" if report.passed else "bold red")
 
 
 if __name__ == "__main__":

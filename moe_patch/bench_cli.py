@@ -7,15 +7,15 @@ import csv
 import importlib.util
 import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -32,6 +32,7 @@ from . import (
     bench_lora,
     bench_model,
     bench_tables,
+    output,
     parity,
     scaling,
     shapes,
@@ -83,6 +84,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Raises ValueError, in one sentence, for what cannot be asked for."""
+    if options.network is not None and not options.scaling:
+        raise ValueError("--network is for --scaling: name its CSV files")
+    if options.layers is not None and options.layers < 1:
+        raise ValueError(f"--layers {options.layers}: at least 1 layer is needed")
     for name in options.shape:
         shapes.find(name)
     if options.lora is not None:
@@ -143,24 +148,36 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("LoRA needs PEFT, which the extra moe_patch[lora] installs")
     if options.png and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--png needs matplotlib, which the extra moe_patch[bench] installs")
-    for file in filter(None, (options.csv, options.png, options.json)):
-        if not Path(file).parent.is_dir():
-            raise ValueError(f"there is no folder for {str(file)!r}: make it first")
+    taken: dict[str, str] = {}
+    for flag in ("--csv", "--png", "--json"):
+        file = getattr(options, flag[2:])
+        if not file or str(file) == "-":
+            continue
+        output.check_writable(flag, file)
+        other = taken.setdefault(os.path.realpath(file), flag)
+        if other != flag:
+            raise ValueError(f"{other} and {flag} name the same file {str(file)!r}: name two")
 
 
 def run(options: argparse.Namespace) -> int:
     """Times, prints, writes. Returns 1 when parity fails, with no times shown (of that family); 2
-    without a MoE."""
+    without a MoE. Stopped halfway, it prints the rows that it has, and raises."""
     failed: list[parity.ParityReport] = []
-    with progress_bar() as progress:
-        if options.distributed:
-            done = _distributed(options, progress)
-        elif options.families is not None:
-            done = _families(options, progress, failed)
-        elif "fp8" in (options.dtype or ()):
-            done = _fp8(options, progress)
-        else:
-            done = (_models if options.model_config else _blocks)(options, progress)
+    rows: list[Any] = []
+    try:
+        with progress_bar() as progress:
+            if options.distributed:
+                done = _distributed(options, progress, rows)
+            elif options.families is not None:
+                done = _families(options, progress, rows, failed)
+            elif "fp8" in (options.dtype or ()):
+                done = _fp8(options, progress, rows)
+            else:
+                done = (_models if options.model_config else _blocks)(options, progress, rows)
+    except BaseException:
+        if rows and not _silent(options):
+            _show(options, rows, sys.stderr if options.json == "-" else sys.stdout)
+        raise
     if isinstance(done, str):
         print(f"moe_patch: {done}", file=sys.stderr)
         return 2
@@ -168,44 +185,66 @@ def run(options: argparse.Namespace) -> int:
         print(done)
         print("moe_patch: no times are shown, because parity fails", file=sys.stderr)
         return 1
-    rows, ceilings, notes = done
-    if options.distributed and os.environ["RANK"] != "0":
+    ceilings, notes = done
+    if _silent(options):
         return 0
     environment = parity.environment("cuda")
+    text = to_json(rows, environment=environment, ceilings=ceilings, notes=notes)
+    if options.json == "-":
+        print(text)
+    else:
+        print("\n".join([f"moe_patch bench on {environment}", *map(str, ceilings)]))
+        _show(options, rows, sys.stdout)
+        print("".join(f"note: {note}\n" for note in notes), end="")
+    # after the tables: a disk that is full by now takes no times away
     if options.csv:
         write_csv(rows, options.csv)
     if options.png and rows:
         bench_tables.figure(rows).savefig(options.png, dpi=120)
-    if options.json:
-        text = to_json(rows, environment=environment, ceilings=ceilings, notes=notes)
-        print(text) if options.json == "-" else Path(options.json).write_text(text + "\n")
-    if options.json != "-":
-        print("\n".join([f"moe_patch bench on {environment}", *map(str, ceilings)]))
-        console = Console() if sys.stdout.isatty() else Console(width=120)
-        tables = bench_tables.rate_tables if options.model_config else bench_tables.timing_tables
-        tables = bench_tables.family_table if options.families is not None else tables
-        tables = bench_tables.fp8_table if "fp8" in (options.dtype or ()) else tables
-        for table in (bench_tables.distributed_table if options.distributed else tables)(rows):
-            console.print(table)
-        print("".join(f"note: {note}\n" for note in notes), end="")
+    if options.json and options.json != "-":
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
     for report in failed:
         print(report, file=sys.stderr)
     return 1 if failed else 0
 
 
+def _silent(options: argparse.Namespace) -> bool:
+    """Whether another rank prints and writes."""
+    return options.distributed and os.environ["RANK"] != "0"
+
+
+def _show(options: argparse.Namespace, rows: Sequence[Any], file: TextIO) -> None:
+    tables = bench_tables.rate_tables if options.model_config else bench_tables.timing_tables
+    tables = bench_tables.family_table if options.families is not None else tables
+    tables = bench_tables.fp8_table if "fp8" in (options.dtype or ()) else tables
+    tables = bench_tables.distributed_table if options.distributed else tables
+    for table in tables(rows):
+        output.show(table, output.console(file))
+
+
 def print_scaling(options: argparse.Namespace) -> None:
-    """The table of --scaling. Raises ValueError for a file that is not of --distributed."""
+    """The table of --scaling. Raises ValueError for a file that is not of --distributed, and for
+    options that it would not look at."""
+    network = scaling.NETWORK_GB_S if options.network is None else options.network
+    if not 0 < network < math.inf:
+        raise ValueError(f"--network {network}: a rate above 0 is needed, in GB/s")
+    own = ("scaling", "network", "command", "run")
+    for name, value in vars(options).items():
+        if name not in own and value not in (None, False, []):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"--scaling measures nothing and takes no {flag}: leave it out")
     rates, *others = map(scaling.read, options.scaling)
-    console = Console() if sys.stdout.isatty() else Console(width=120)
-    console.print(bench_tables.scaling_table(rates, options.network or scaling.NETWORK_GB_S))
+    output.show(bench_tables.scaling_table(rates, network), output.console(sys.stdout))
     for ranks, model, measured in scaling.checked(rates, others):
         print(f"{ranks} GPUs: model {model:.3f} ms, measured {measured:.3f} ms")
 
 
-Done = tuple[Sequence[Any], list[Ceilings], list[str]]
+Done = tuple[list[Ceilings], list[str]]
 
 
-def _blocks(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport:
+def _blocks(
+    options: argparse.Namespace, progress: Progress, timings: list[Any]
+) -> Done | parity.ParityReport:
     dtypes = [DTYPES[name] for name in options.dtype or ["bf16"]]
     modes = options.mode or (["forward"] if options.graph else list(bench.MODES))
     names = options.shape or ["qwen3_30b", *([] if options.lora else ["llama4_scout"])]
@@ -213,7 +252,7 @@ def _blocks(options: argparse.Namespace, progress: Progress) -> Done | parity.Pa
         modes = [bench_lora.MODE]
     todo = [*itertools.product(names, dtypes, modes, options.tokens or TOKENS)]
     task = progress.add_task("", total=len(todo))
-    timings, notes = [], []
+    notes = []
     for name, dtype, mode, tokens in todo:
         progress.update(task, description=f"{name} {str(dtype)[6:]} {mode} {tokens}")
         if options.lora:
@@ -234,10 +273,12 @@ def _blocks(options: argparse.Namespace, progress: Progress) -> Done | parity.Pa
         notes += result.notes
         progress.advance(task)
     timed = dict.fromkeys(getattr(torch, t.dtype) for t in timings)
-    return timings, [*map(bench.ceilings, timed)], notes
+    return [*map(bench.ceilings, timed)], notes
 
 
-def _models(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport | str:
+def _models(
+    options: argparse.Namespace, progress: Progress, rates: list[Any]
+) -> Done | parity.ParityReport | str:
     name, todo = options.model_config.stem, bench_model.rows(options.tasks or bench_model.DEFAULT)
     task = progress.add_task(f"{name}: building", total=len(todo))
     config = bench_model.read_config(options.model_config, options.layers)
@@ -247,22 +288,25 @@ def _models(options: argparse.Namespace, progress: Progress) -> Done | parity.Pa
         report = parity.check_parity(model, blocks=1, backward=False)
     except torch.OutOfMemoryError as error:
         note = bench.short_of(error, f"{config.get_text_config().num_hidden_layers} layers")
-        return [], [], [f"{name}: skipped, {note}: use --layers"]
+        return [], [f"{name}: skipped, {note}: use --layers"]
     except ValueError as error:  # no block of it can be patched
-        return str(error)
+        return bench.first_line(error)
     if not report.passed:
         return report
-    rates, notes = [], []
+    notes = []
     for row in todo:
         progress.update(task, description="{}: {} {} x {}".format(name, *row))
         found = bench_model.rate(model, name, *row)
         (notes if isinstance(found, str) else rates).append(found)
         progress.advance(task)
-    return rates, [], notes
+    return [], notes
 
 
 def _families(
-    options: argparse.Namespace, progress: Progress, failed: list[parity.ParityReport]
+    options: argparse.Namespace,
+    progress: Progress,
+    timings: list[Any],
+    failed: list[parity.ParityReport],
 ) -> Done | str:
     todo = bench_families.rows()
     unknown = set(options.families) - {one.family for one in todo}
@@ -271,7 +315,7 @@ def _families(
         return f"no fused family is called {', '.join(sorted(unknown))}: there are {known}"
     todo = [one for one in todo if not options.families or one.family in options.families]
     task = progress.add_task("", total=len(todo))
-    timings, notes = [], []
+    notes = []
     for one in todo:
         progress.update(task, description=one.family)
         tokens = tuple(options.tokens or bench_families.TOKENS)
@@ -286,12 +330,14 @@ def _families(
         if options.csv:  # a minute or more: what is there is kept
             write_csv(timings, options.csv)
         progress.advance(task)
-    return timings, [], notes
+    return [], notes
 
 
-def _fp8(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport:
+def _fp8(
+    options: argparse.Namespace, progress: Progress, timings: list[Any]
+) -> Done | parity.ParityReport:
     shape = (options.shape or ["dsv3_ep32"])[0]
-    task, timings = progress.add_task("", total=None), []
+    task = progress.add_task("", total=None)
     for row in bench_fp8.rows(shape, tuple(options.tokens or bench_fp8.TOKENS)):
         progress.update(task, description=row.name)
         found = bench_fp8.bench_fp8(row)
@@ -300,12 +346,14 @@ def _fp8(options: argparse.Namespace, progress: Progress) -> Done | parity.Parit
         timings += found
         if options.csv:
             write_csv(timings, options.csv)
-    return timings, [], []
+    return [], []
 
 
-def _distributed(options: argparse.Namespace, progress: Progress) -> Done | parity.ParityReport:
+def _distributed(
+    options: argparse.Namespace, progress: Progress, found: list[Any]
+) -> Done | parity.ParityReport:
     name = options.shape[0] if options.shape else "qwen3_30b"
-    device, found = bench_distributed.start(), []
+    device = bench_distributed.start()
     task = progress.add_task(f"{name}: parity", total=len(bench_distributed.TASKS))
     for row in bench_distributed.measure(
         shapes.find(name),
@@ -321,13 +369,13 @@ def _distributed(options: argparse.Namespace, progress: Progress) -> Done | pari
             write_csv(found, options.csv)
         progress.update(task, advance=1, description=row.task)
     torch.distributed.destroy_process_group()
-    return found, [], []
+    return [], []
 
 
 def progress_bar() -> Progress:
     """How far it is, what is under way and for how long, on stderr; gone in the end."""
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
-    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+    return output.progress(*columns, TimeElapsedColumn())
 
 
 def write_csv(rows: Sequence[Any], path: Path) -> None:

@@ -56,7 +56,8 @@ def read_config(file: Path, layers: int | None = None) -> PreTrainedConfig:
         raise ValueError(f"no model config at {str(file)!r}: a config.json of transformers is read")
     try:
         config = AutoConfig.from_pretrained(str(file), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    # a broken file raises whatever the class of its model_type raises
+    except Exception as error:
         raise ValueError(
             f"{file} is no config of this transformers: {first_line(error)}"
         ) from error

@@ -67,12 +67,18 @@ def read(file: Path) -> Rates:
         )
         shape, ranks, tokens = block["shape"], int(block["ranks"]), int(block["tokens"])
         spent = float(block["ms"]) - float(reduce["ms"])
-    except (OSError, KeyError) as error:
+        flops = find(shape).flops(tokens) / ranks
+        bandwidths = float(reduce["gb_s"]), float(exchange["gb_s"])
+        if spent <= 0:
+            raise ValueError("its all-reduce takes longer than the block")
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except (KeyError, ValueError, TypeError, csv.Error) as error:
+        known = isinstance(error, KeyError)
+        found = f"has no {error.args[0]!r}" if known else f"is broken ({error})"
         raise ValueError(
-            f"{file} has no {error.args[0]!r}: the CSV file of a whole bench --distributed is read"
+            f"{file} {found}: the CSV file of a whole bench --distributed is read"
         ) from error
-    flops = find(shape).flops(tokens) / ranks
-    bandwidths = float(reduce["gb_s"]), float(exchange["gb_s"])
     return Rates(shape, ranks, tokens, float(block["ms"]), flops / spent, *bandwidths)
 
 

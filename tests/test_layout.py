@@ -81,6 +81,7 @@ ARROWS |= {
         "bench_lora",
         "bench_model",
         "bench_tables",
+        "output",
         "parity",
         "scaling",
         "support",
@@ -95,9 +96,23 @@ ARROWS |= {
     "bench_model": BENEATH | {"bench"},
     "support": BENEATH | {"activation"},
     "tune": BENEATH | {"bench", "kernels.*", "order"},
-    "__init__": BENEATH | {"parity", "pretrained"},
+    "__init__": BENEATH | {"parity", "pretrained", "starting"},
+    "checkpoint": {"shapes"},
+    "output": set(),
+    "starting": set(),
     "__main__": BENEATH
-    | {"bench", "bench_cli", "compare", "parity", "pretrained", "support", "tune", "kernels.*"},
+    | {
+        "bench",
+        "bench_cli",
+        "checkpoint",
+        "compare",
+        "output",
+        "parity",
+        "pretrained",
+        "support",
+        "tune",
+        "kernels.*",
+    },
 }
 # Not in this table: any declared dependency (test_packaging).
 THIRD_PARTY = {
@@ -106,6 +121,7 @@ THIRD_PARTY = {
     "shapes": {"torch", "transformers"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
+    "starting": set(),
     "accumulate": {"torch"},
     "activation": set(),
     "low_rank": {"torch"},

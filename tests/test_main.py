@@ -100,17 +100,8 @@ def test_refusals_are_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, *arguments)
     assert code == 2 and not out
-    lines = [line for line in err.splitlines() if line.strip()]
-    assert len(lines) == 1 and lines[0].startswith("moe_patch: ")
+    assert err.startswith("moe_patch: ") and err.count("\n") == 1, err
     assert all(word in err for word in words), err
-
-
-@pytest.mark.parametrize(
-    "line", ["", "dance", "parity --dtype fp8", "parity --tokens 0", "bench --mode sideways"]
-)
-def test_usage_errors_are_exit_code_2(capsys, line):
-    code, _, err = run(capsys, *line.split())
-    assert code == 2 and "usage:" in err
 
 
 def test_checkpoint_without_moe_blocks(capsys, tmp_path):
@@ -123,12 +114,6 @@ def test_checkpoint_without_moe_blocks(capsys, tmp_path):
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     code, _, err = run(capsys, "parity", str(tmp_path))
     assert code == 2 and "LlamaForCausalLM has no MoE block" in err
-
-
-def test_broken_checkpoint(capsys, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "no such model"}')
-    code, _, err = run(capsys, "parity", str(tmp_path))
-    assert code == 2 and "does not load" in err
 
 
 def test_bisect_switch_is_refused(capsys, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 
 import pytest
@@ -159,6 +160,39 @@ def test_a_write_is_whole_or_not_at_all(file, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         table.add(file, "A card", "sm_90", "3.6.0", {})
     assert file.read_text() == before and list(file.parent.iterdir()) == [file]
+
+
+def test_a_planted_link_is_not_written_through(file, monkeypatch):
+    """The temporary file had the process's number in its name, which anybody can foresee."""
+    victim = file.with_name("victim")
+    victim.write_text("mine")
+    for process in range(os.getpid() - 3, os.getpid() + 4):
+        file.with_name(f"{file.name}.{process}.tmp").symlink_to(victim)
+    planted = set(file.parent.iterdir())
+    table.add(file, "A card", "sm_90", "3.6.0", {NAME: GOOD})
+    assert victim.read_text() == "mine" and not file.is_symlink()
+    assert table.read(file)[0]["tiles"] == {NAME: GOOD}
+    assert set(file.parent.iterdir()) == planted | {file}
+
+
+def test_two_writes_have_temporary_names_of_their_own(file, monkeypatch):
+    names, replace = [], os.replace
+    monkeypatch.setattr(table.os, "replace", lambda a, b: names.append(str(a)) or replace(a, b))
+    for _ in range(2):
+        table.add(file, "A card", "sm_90", "3.6.0", {NAME: GOOD})
+    assert len(set(names)) == 2
+    assert all(os.path.dirname(name) == str(file.parent) for name in names)
+
+
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_mode_of_the_file_is_the_usual_one(file, mask, mode):
+    before = os.umask(mask)
+    try:
+        table.add(file, "A card", "sm_90", "3.6.0", {NAME: GOOD})
+        assert file.stat().st_mode & 0o777 == mode
+        assert os.umask(mask) == mask, "left as it was"
+    finally:
+        os.umask(before)
 
 
 def test_buckets_and_places(monkeypatch):

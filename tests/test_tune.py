@@ -159,7 +159,7 @@ def test_output_file(capsys, interpreted, tmp_path):
         ("--shape gpt5", "unknown shape 'gpt5'"),
         ("--kernel dgate", "add --backward"),
         ("--kernel conv", "invalid choice"),
-        ("--tokens 0", "at least 1 token"),
+        ("--tokens 0", "is not a whole number from 1"),
     ],
 )
 def test_refusals(capsys, monkeypatch, line, words):

@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import re
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,19 @@ def add(path: Path, card: str, arch: str, triton: str, tiles: dict[str, list[int
     text = json.dumps(tables, indent=1)
     text = re.sub(r"\[\s+(\d[\d,\s]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # a name that nobody can foresee: a link planted there would be written through
+    descriptor, whole = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
     try:
-        whole.write_text(text + "\n", encoding="utf-8")
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.chmod(whole, 0o666 & ~_umask())
         os.replace(whole, path)
     finally:
-        whole.unlink(missing_ok=True)
+        Path(whole).unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """The process's mask of file modes, which only setting it tells."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,63 @@
+"""MOE_PATCH: which values are on, which are off, which are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moe_patch.__main__ as command_line
+from moe_patch.models.switch import OFF, ON, is_on
+
+
+@pytest.mark.parametrize("word", ["0", "false", "off", "no", "False", "OFF", " No "])
+def test_off(word):
+    assert is_on(word) is False
+
+
+@pytest.mark.parametrize("word", [None, "", " ", "1", "true", "on", "yes", "TRUE", "Yes"])
+def test_on(word):
+    assert is_on(word) is True
+
+
+@pytest.mark.parametrize("word", ["2", "of", "none", "disabled", "00", "n"])
+def test_another_value_is_refused_by_name(word):
+    with pytest.raises(ValueError) as caught:
+        is_on(word)
+    said = str(caught.value)
+    assert f"MOE_PATCH is {word!r}" in said and all(known in said for known in ON + OFF)
+
+
+def test_commands_name_the_value(capsys, monkeypatch):
+    monkeypatch.setattr(command_line, "ENABLED", False)
+    monkeypatch.setattr(command_line.support, "table", str)
+    monkeypatch.setenv("MOE_PATCH", "off")
+    assert command_line.main(["env"]) == 0
+    assert "run Hugging Face's own forward (MOE_PATCH=off)" in capsys.readouterr().out
+    assert command_line.main(["parity"]) == 2
+    assert "MOE_PATCH=off is set" in capsys.readouterr().err
+
+
+def test_an_empty_value_is_not_set(capsys, monkeypatch):
+    monkeypatch.setattr(command_line.support, "table", str)
+    monkeypatch.setenv("MOE_PATCH", "")
+    assert command_line.main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.startswith("MOE_PATCH"))
+    assert line.endswith("not set")
+
+
+@pytest.mark.parametrize("value, enabled", [("No", "False"), ("yes", "True"), ("", "True")])
+def test_it_is_read_on_import(value, enabled):
+    script = "from moe_patch.models.decorated import ENABLED; print(ENABLED)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "MOE_PATCH": value},
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split()[-1:] == [enabled], done.stderr
