@@ -272,10 +272,17 @@ class Comparison:
         rows = []
         for how in ways:
             reason = self._why_not(how)
-            if reason is None:
-                rows.append(self._other(ours, hf, given, how))
-            else:
+            if reason is not None:
                 self.refused[f"the pass with {how}"] = reason
+                continue
+            try:
+                rows.append(self._other(ours, hf, given, how))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                first = str(error).strip().splitlines()[:1]
+                note = " ".join([f"raises {type(error).__name__}", *first])
+                rows.append(Row(str(how), False, note=note))
         return rows
 
     def _why_not(self, how: Pass) -> str | None:

@@ -17,7 +17,7 @@ from .law import Row, judge
 from .models.decorated import ENABLED
 from .models.fp8 import is_quantised
 from .models.wrapped import is_dtensor
-from .passes import FEW, MANY
+from .passes import FEW, MANY, Pass
 from .patcher import patch, unpatch
 from .paths import PATHS
 from .shadow import plain_arithmetic, shadow
@@ -183,48 +183,65 @@ def check_parity(
     chosen = _choose(patched, list(found.fused), blocks)
     devices = [parameter.device for parameter in patched.parameters()]
     del patched
-    sections, paths, kinds = [], set(), set()
-    for name in chosen:
-        try:
-            comparison = Comparison(model_or_block.get_submodule(name), dtype)
-        except ValueError as error:
-            skipped.append(f"{name}: {error}")
-            continue
-        _require(comparison, hidden_states)
-        interpreted = comparison.device.type == "cpu"
-        comparison.min_slots = MIN_SLOTS
-        if interpreted and not thorough:
-            comparison.min_slots = MIN_SLOTS_INTERPRETED
-        block = _describe(name, comparison)
-        numbers = _tokens(counts, hidden_states, comparison)
-        kind = block.removeprefix(name)
-        enough = [n for n in numbers if n * comparison.top_k >= MIN_SLOTS]
-        main = min(enough) if enough else max(numbers)
-        if kind in kinds and counts is None and not thorough:
-            numbers = [main]
-        for count in numbers:
-            ways = FEW if kind not in kinds else ()
-            if thorough or count == main and kind not in kinds:
-                ways = MANY
-            rows, remark = comparison.rows(
-                count,
-                backward=backward,
-                seed=seed,
-                hidden_states=hidden_states,
-                ways=[way for way in ways if backward or not way.backward],
-            )
-            sections.append(Section(block, str(comparison.dtype)[6:], count, rows, remark))
-        kinds.add(kind)
-        paths |= comparison.paths
-        skipped += [f"{name}, {way}: {why}" for way, why in comparison.refused.items()]
+    report = ParityReport([], environment(devices[0]), skipped)
+    kinds: set[str] = set()
+    try:
+        for name in chosen:
+            try:
+                comparison = Comparison(model_or_block.get_submodule(name), dtype)
+            except ValueError as error:
+                skipped.append(f"{name}: {error}")
+                continue
+            _require(comparison, hidden_states)
+            plan = _plan(comparison, counts, hidden_states, kinds, thorough)
+            for count, ways in plan:
+                rows, remark = comparison.rows(
+                    count,
+                    backward=backward,
+                    seed=seed,
+                    hidden_states=hidden_states,
+                    ways=[way for way in ways if backward or not way.backward],
+                )
+                described, kind = _describe(name, comparison), str(comparison.dtype)[6:]
+                report.sections.append(Section(described, kind, count, rows, remark))
+            report.paths[:] = [p for p in PATHS if p in {*report.paths, *comparison.paths}]
+            skipped += [f"{name}, {way}: {why}" for way, why in comparison.refused.items()]
+    except KeyboardInterrupt as stop:
+        stop.report = report  # what is done
+        raise
     if model_level:
         answer = _model_level(model_or_block, dtype, seed, set(devices))
         if isinstance(answer, str):
             skipped.append(f"model level: {answer}")
         else:
-            sections.append(answer)
-    ran = [path for path in PATHS if path in paths]
-    return ParityReport(sections, environment(devices[0]), skipped, ran)
+            report.sections.append(answer)
+    return report
+
+
+def _plan(
+    comparison: Comparison,
+    counts: Sequence[int] | None,
+    hidden_states: Tensor | None,
+    kinds: set[str],
+    thorough: bool,
+) -> list[tuple[int, Sequence[Pass]]]:
+    """(number of tokens, other ways of running the block) of each comparison.
+
+    The first block of every kind runs in every way at one number of tokens, a later one at that
+    number alone. `kinds` grows by this block's.
+    """
+    interpreted = comparison.device.type == "cpu"
+    comparison.min_slots = MIN_SLOTS_INTERPRETED if interpreted and not thorough else MIN_SLOTS
+    numbers = _tokens(counts, hidden_states, comparison)
+    enough = [n for n in numbers if n * comparison.top_k >= MIN_SLOTS]
+    main = min(enough) if enough else max(numbers)
+    kind = _describe("", comparison)
+    if thorough:
+        return [(n, MANY) for n in numbers]
+    if kind in kinds:
+        return [(n, ()) for n in numbers if n == main or counts is not None]
+    kinds.add(kind)
+    return [(n, MANY if n == main else FEW if n == 1 else ()) for n in numbers]
 
 
 def _check(

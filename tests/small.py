@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 SMALL = {
@@ -70,3 +73,32 @@ def shrink(config, more):
             with contextlib.suppress(Exception):
                 setattr(config, name, (kinds * 2)[:2])
     return config
+
+
+BLOCKS = {  # sigmoid, bias, groups, scale; softmax and groups; softmax of the chosen; a given bias
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3MoE"),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2Moe"),
+    "gpt_oss": ("GptOssConfig", "GptOssMLP"),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2SparseMoeBlock"),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeMoE"),
+    "nemotron_h": ("NemotronHConfig", "NemotronHMoE"),
+    "mixtral": ("MixtralConfig", "MixtralSparseMoeBlock"),
+}
+_BLOCK_MORE = {
+    "deepseek_v3": {"n_group": 4, "topk_group": 2},
+    "deepseek_v2": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1,
+                    "routed_scaling_factor": 2.5},
+    "nemotron_h": {"moe_latent_size": 32},
+}  # fmt: skip
+
+
+def block(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A bare block of one of BLOCKS, every parameter and buffer random."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    config, cls = (getattr(module, name) for name in BLOCKS[family])
+    torch.manual_seed(0)
+    more = MORE.get(family, {}) | _BLOCK_MORE.get(family, {})
+    made = cls(shrink(config(), {"num_experts": 8, "num_experts_per_tok": 2, **more}))
+    for name, tensor in (*made.named_parameters(), *made.named_buffers()):
+        nn.init.normal_(tensor, std=0.3 if "bias" in name else 0.15)
+    return made.to(dtype)

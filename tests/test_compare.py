@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from plain import choose, honest, one_thread_fixture, use_fixture  # noqa: F401
+from tiny import Spoil
 from transformers import MixtralConfig, OlmoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
@@ -153,19 +154,6 @@ def test_inference_is_judged_beside_training(use, name):
     use(routing=routing)
     row = compare_block(name)["routing"]
     assert not row.passed and "without gradients" in row.note
-
-
-class Spoil(torch.autograd.Function):
-    """Passes a tensor on and its gradient through `spoil`."""
-
-    @staticmethod
-    def forward(ctx, tensor, spoil):
-        ctx.spoil = spoil
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.spoil(grad.clone()), None
 
 
 def spoiled(position, spoil):

@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
-import torch
 from plain import choose, one_thread_fixture, use_fixture  # noqa: F401
-from small import MORE, shrink
-from test_compare import DTYPES, Spoil, second_best
-from torch import nn
+from small import BLOCKS
+from small import block as build
+from test_compare import DTYPES, second_best
+from tiny import Spoil
 
 from moe_patch.compare import Comparison
-
-BLOCKS = {  # sigmoid, bias, groups, scale; softmax and groups; softmax of the chosen; a given bias
-    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3MoE"),
-    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2Moe"),
-    "gpt_oss": ("GptOssConfig", "GptOssMLP"),
-    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2SparseMoeBlock"),
-    "granitemoe": ("GraniteMoeConfig", "GraniteMoeMoE"),
-    "nemotron_h": ("NemotronHConfig", "NemotronHMoE"),
-    "mixtral": ("MixtralConfig", "MixtralSparseMoeBlock"),
-}
-MORE = MORE | {
-    "deepseek_v3": {"n_group": 4, "topk_group": 2},
-    "deepseek_v2": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1,
-                    "routed_scaling_factor": 2.5},
-    "nemotron_h": {"moe_latent_size": 32},
-}  # fmt: skip
-
-
-def build(family, dtype=torch.float32):
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    config, block = (getattr(module, name) for name in BLOCKS[family])
-    torch.manual_seed(0)
-    more = {"num_experts": 8, "num_experts_per_tok": 2, **MORE.get(family, {})}
-    block = block(shrink(config(), more))
-    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
-        nn.init.normal_(tensor, std=0.3 if "bias" in name else 0.15)
-    return block.to(dtype)
 
 
 def compare(block, tokens=64, backward=True, seed=0):

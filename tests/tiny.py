@@ -146,3 +146,16 @@ def fused_calls_fixture(monkeypatch) -> list[str]:
 
         monkeypatch.setattr(module, "fused_experts", counted)
     return calls
+
+
+class Spoil(torch.autograd.Function):
+    """Passes a tensor on and its gradient through `spoil`."""
+
+    @staticmethod
+    def forward(ctx, tensor, spoil):
+        ctx.spoil = spoil
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.spoil(grad.clone()), None
