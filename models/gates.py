@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from types import CodeType
+from types import CodeType, NoneType
 from typing import Any
 
 import torch
@@ -44,9 +44,12 @@ _FORWARDS = {
 _FUNCTIONS = (F.silu, F.gelu, F.relu, torch.relu)
 _WORDS = {
     "F", "act_fn", "chunk", "clamp", "dtype", "float", "functional", "gelu", "nn", "relu",
-    "sigmoid", "silu", "to", "torch",
+    "sigmoid", "silu", "tanh", "to", "torch",
 }  # fmt: skip
 """Names that the code of a gate may use besides numbers of its experts."""
+
+
+_MISSING = "missing"
 
 
 def is_silu(act_fn: Any) -> bool:
@@ -117,7 +120,7 @@ def form_of(experts: nn.Module) -> str:
 
 
 Question = tuple[Any, Any, tuple[tuple[str, Any], ...], tuple[tuple[str, float], ...]]
-"""(gate, act_fn, what act_fn reads of itself, numbers that the gate reads of the experts)."""
+"""(gate, act_fn, what act_fn reads of itself, numbers or None that the gate reads of experts)."""
 
 
 def _question(experts: nn.Module, gate: Any, act_fn: Any) -> Question:
@@ -129,7 +132,7 @@ def _question(experts: nn.Module, gate: Any, act_fn: Any) -> Question:
         gate,
         act_fn,
         tuple((name, own[name]) for name in state if name in own),
-        tuple((name, vars(experts).get(name)) for name in numbers),
+        tuple((name, vars(experts).get(name, _MISSING)) for name in numbers),
     )
 
 
@@ -148,7 +151,7 @@ def _is_whole(question: Question, experts: nn.Module) -> bool:
     if code is None or code.co_freevars or [*replaced(type(experts), ["_apply_gate"])]:
         return False
     nested = any(isinstance(const, CodeType) for const in code.co_consts)
-    return not nested and all(type(number) in (int, float) for _, number in numbers)
+    return not nested and all(type(number) in (int, float, NoneType) for _, number in numbers)
 
 
 def _is_same(question: Question, experts: nn.Module, gate: Any, act_fn: Any) -> bool:
@@ -162,7 +165,7 @@ def _is_same(question: Question, experts: nn.Module, gate: Any, act_fn: Any) -> 
 
 
 def _ask(experts: nn.Module, question: Question) -> str | None:
-    numbers = {float(number) for _, number in question[-1]}
+    numbers = {float(number) for _, number in question[-1] if number is not None}
     limits = tuple(number for number in numbers if 0 < number < float("inf"))
     form = form_of(experts)
     probe, ungated = _probe(limits, form), form == "ungated"
