@@ -48,7 +48,7 @@ def together(*functions):
 
 
 def ids(seed):
-    return torch.randint(0, 128, (1, 5 + seed % 3), generator=torch.manual_seed(seed))
+    return torch.randint(0, 128, (1, 5 + seed % 3), generator=torch.Generator().manual_seed(seed))
 
 
 def logits(model, seed):
