@@ -31,7 +31,8 @@ def with_adapters() -> None:
 def with_routers(model: nn.Module) -> None:
     """Adds the swaps of the routers in a model: which classes those are is asked, not listed."""
     for cls in {wrapped.plain_class(module) for module in model.modules()}:
-        routers.fused_class(cls)
+        if not issubclass(cls, original.Fused):
+            routers.fused_class(cls)
 
 
 for _family in FAMILIES:
@@ -41,4 +42,4 @@ for _family in FAMILIES:
         if not (error.name or "").startswith("transformers.models."):
             raise
 
-from . import routers, wrapped  # noqa: E402  (routers writes to SWAPS)
+from . import original, routers, wrapped  # noqa: E402  (routers writes to SWAPS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,11 @@ from transformers.integrations.moe import ExpertsInterface
 
 from .. import kernels
 from ..experts import DTYPES, fused_experts
+from ..low_rank import LowRank
 from . import fp8
 from .gates import activation_of, has_own_gate, is_silu
-from .parts import by_parts, normalises, up_name
+from .original import Fused, intact, own_forward
+from .parts import by_parts, has_gate, normalises, up_name
 from .switch import is_on
 from .wrapped import is_dtensor, replaced_forward
 
@@ -33,8 +36,9 @@ NAME = "moe_patch"
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch.export traces
 
-UPDATES = "_low_rank_updates"
-"""Attribute of experts, while they run under LoRA: {parameter: (A [E, R, K], B [E, N, R])}."""
+_lent = threading.local()
+"""`entries` of this thread, (experts, parameter, factors): what LoRA lends to experts that it
+calls. Not on the module: another thread may run the same one."""
 
 ENABLED = is_on(os.environ.get("MOE_PATCH"))
 """False under MOE_PATCH=0: every patched module runs HF's own forward."""
@@ -108,7 +112,9 @@ def why_not_weights(experts: nn.Module) -> str | None:
 
 def why_not_silu(act_fn: Any) -> str | None:
     """None when the activation is SiLU, else the reason in one sentence."""
-    return None if is_silu(act_fn) else f"the activation is {_name(act_fn)}: only SiLU can be fused"
+    if is_silu(act_fn):
+        return None
+    return f"the activation is {_name(act_fn)}: only SiLU without hooks can be fused"
 
 
 def _name(act_fn: Any) -> str:
@@ -139,7 +145,7 @@ def experts_forward(
     return _fused_or(functools.partial(_hf_forward, self), self, *routed)
 
 
-class UndecoratedExperts:
+class UndecoratedExperts(Fused):
     """Before HF's class among the bases of a fused one: an experts class of the form that HF's
     decorator expects (gate_up_proj, down_proj, act_fn, perhaps _apply_gate), but without it."""
 
@@ -149,12 +155,14 @@ class UndecoratedExperts:
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As HF's: [T, H] with top_k_index and top_k_weights [T, K] -> [T, H]."""
         routed = hidden_states, top_k_index, top_k_weights
-        return _fused_or(super().forward, self, *routed)
+        if not intact(self):
+            return own_forward(self, *routed)
+        return _fused_or(functools.partial(own_forward, self), self, *routed)
 
     @property
     def takes_low_rank(self) -> bool:
         """Whether LoRA's factors can be taken where it runs fused."""
-        return why_by_parts(self) is None
+        return intact(self) and why_by_parts(self) is None
 
     @staticmethod
     def why_not_fused(experts: nn.Module) -> str | None:
@@ -181,7 +189,7 @@ def _fused_or(
         reason = f"{type(self).__name__} is not fused, {reason}"
     if _warn(reason or _why_not_run(hidden_states, top_k_weights)):
         return hf(hidden_states, top_k_index, top_k_weights)
-    if self.is_transposed:
+    if getattr(self, "is_transposed", False):
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     scales = {}
     if fp8.is_quantised(self):  # frozen, whatever `requires_grad` HF left on them
@@ -196,15 +204,17 @@ def _fused_or(
 
 def biases(experts: nn.Module) -> dict[str, Tensor]:
     """Arguments of `fused_experts`; none without them."""
-    if not experts.has_bias:
+    if not getattr(experts, "has_bias", False):
         return {}
     name = up_name(experts)
     return {"gate_up_bias": getattr(experts, f"{name}_bias"), "down_bias": experts.down_proj_bias}
 
 
 def takes_low_rank(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) -> bool:
-    """Whether a call with these arguments will run fused, and take LoRA's factors (`UPDATES`)."""
+    """Whether a call with these arguments will run fused, and take LoRA's factors (`lend`)."""
     if len(routing) != 2 or "parametrizations" in experts._modules:
+        return False
+    if "forward" in experts.__dict__ and replaced_forward(experts):
         return False
     if is_decorated(experts):
         if experts.config._experts_implementation != NAME:
@@ -218,15 +228,28 @@ def takes_low_rank(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) 
     return runs and not _why_not_run(hidden_states, routing[1])
 
 
-def low_rank_updates(experts: nn.Module) -> dict[str, tuple[Tensor, Tensor] | None]:
-    """Arguments of `fused_experts`; none without LoRA."""
-    updates = vars(experts).get(UPDATES)
-    if not updates:
+def lend(experts: nn.Module, parameter: str, low_rank: LowRank) -> None:
+    """Has the next fused call of these experts in this thread take the factors of an update."""
+    _lent.entries = (*getattr(_lent, "entries", ()), (experts, parameter, low_rank))
+
+
+def take_back(experts: nn.Module, parameter: str) -> bool:
+    """Undoes `lend`; whether the factors were still there, so that no call has taken them."""
+    entries = getattr(_lent, "entries", ())
+    left = tuple(e for e in entries if e[0] is not experts or e[1] != parameter)
+    _lent.entries = left
+    return len(left) < len(entries)
+
+
+def low_rank_updates(experts: nn.Module) -> dict[str, LowRank]:
+    """Arguments of `fused_experts`, what was lent to these experts; none without LoRA."""
+    entries = getattr(_lent, "entries", ())
+    if not entries:
         return {}
-    return {
-        "gate_up_low_rank": updates.get(up_name(experts)),
-        "down_low_rank": updates.get("down_proj"),
-    }
+    _lent.entries = tuple(e for e in entries if e[0] is not experts)
+    taken = {name: low_rank for owner, name, low_rank in entries if owner is experts}
+    names = {"gate_up_low_rank": up_name(experts), "down_low_rank": "down_proj"}
+    return {argument: taken.get(name) for argument, name in names.items()} if taken else {}
 
 
 def restore_default(module: nn.Module) -> None:
@@ -239,7 +262,6 @@ def restore_default(module: nn.Module) -> None:
 
 
 def _hf_forward(self: nn.Module, *args: Tensor) -> Tensor:
-    assert UPDATES not in vars(self), "Hugging Face's forward would leave the adapters out"
     config = self.config.original if isinstance(self.config, ExpertsConfig) else self.config
     name = config._experts_implementation
     if name == NAME:  # HF's default, which has no static scales
@@ -262,7 +284,7 @@ def why_not_form(experts: nn.Module) -> str | None:
     """None when the kernels can do the class's products, whatever its weights, else the reason."""
     if normalises(experts) and not hasattr(experts, "post_expert_norm"):
         return "each expert normalises its output, and there is no post_expert_norm"
-    own = experts.has_gate and has_own_gate(experts)
+    own = has_gate(experts) and has_own_gate(experts)
     if not own and getattr(experts, "act_fn", None) is None:
         return "the experts have no act_fn, which their gate is to call"
     return None
@@ -273,7 +295,7 @@ def why_by_parts(experts: nn.Module) -> str | None:
     if normalises(experts):
         return "a norm of each expert's output"
     if activation_of(experts) is None:
-        own = experts.has_gate and has_own_gate(experts)
+        own = has_gate(experts) and has_own_gate(experts)
         return "a gate of its own" if own else f"the activation {_name(experts.act_fn)}"
     return None
 
@@ -302,7 +324,7 @@ def _why_not_shapes(experts: nn.Module, gate_up: Tensor, down: Tensor) -> str | 
     (e, n, h), (f, o, i) = gate_up.shape, down.shape
     if stored_transposed(experts):
         n, h, o, i = h, n, i, o
-    if (f, o, 2 * i if getattr(experts, "has_gate", True) else i) == (e, h, n):
+    if (f, o, 2 * i if has_gate(experts) else i) == (e, h, n):
         return None
     return (
         f"{up_name(experts)} is {list(gate_up.shape)} and down_proj {list(down.shape)}, which do "

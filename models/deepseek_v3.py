@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
 from .decorated import runs_fused
+from .original import Fused, intact, own_forward
 from .overlap import both, overlaps
 
 
-class DeepseekV3MoE(hf.DeepseekV3MoE):
+class DeepseekV3MoE(Fused, hf.DeepseekV3MoE):
     """HF's block; a few tokens run their shared and routed experts at the same time."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., H] -> the same."""
-        if not (overlaps(hidden_states) and runs_fused(hidden_states)):
-            return super().forward(hidden_states)
-        shared, routed = both(hidden_states, self.shared_experts, self._routed)
+        if not (overlaps(hidden_states) and intact(self) and runs_fused(hidden_states)):
+            return own_forward(self, hidden_states)
+        shared, routed = both(hidden_states, self.shared_experts, functools.partial(_routed, self))
         return routed + shared
 
-    def _routed(self, hidden_states: Tensor) -> Tensor:
-        _, top_k_weights, top_k_index = self.gate(hidden_states)
-        rows = hidden_states.view(-1, hidden_states.shape[-1])
-        return self.experts(rows, top_k_index, top_k_weights).view(hidden_states.shape)
+
+def _routed(block: DeepseekV3MoE, hidden_states: Tensor) -> Tensor:
+    _, top_k_weights, top_k_index = block.gate(hidden_states)
+    rows = hidden_states.view(-1, hidden_states.shape[-1])
+    return block.experts(rows, top_k_index, top_k_weights).view(hidden_states.shape)
 
 
 SWAPS = {hf.DeepseekV3MoE: DeepseekV3MoE}

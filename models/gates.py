@@ -8,55 +8,103 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from types import CodeType, NoneType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from transformers import activations
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from .. import reference
 from ..activation import ACTS, FORMS, Activation
+from .original import replaced
+from .parts import has_gate
 
 KNOWN = "_fused_activation"
-"""Attribute of experts: (gate function, act_fn, limits and alphas, the activation or None)."""
+"""Attribute of experts: a question (`_question`), and the fused activation that answers it."""
 
 SILU = "silu"
 
-_PROJECTIONS = {
-    *(
-        f"{name}_proj{what}"
-        for name in ("gate_up", "up", "down")
-        for what in ("", "_bias", "_scale_inv", "_activation_scale")
-    ),
-    "parametrizations",  # of these, by PEFT
-}
+_FORWARDS = {
+    cls: cls.forward
+    for cls in (
+        *(getattr(activations, name, None) for name in (
+            "AccurateGELUActivation", "FastGELUActivation", "GELUActivation", "GELUTanh",
+            "NewGELUActivation", "QuickGELUActivation", "ReLUSquaredActivation", "SiLUActivation",
+        )),
+        nn.GELU, nn.ReLU, nn.SiLU,
+    )
+    if cls is not None and not [*replaced(cls, ["forward"])]
+}  # fmt: skip
+"""Activations without a state: {class: its forward}."""
+_FUNCTIONS = (F.silu, F.gelu, F.relu, torch.relu)
+_WORDS = {
+    "F", "act_fn", "chunk", "clamp", "dtype", "float", "functional", "gelu", "nn", "relu",
+    "sigmoid", "silu", "tanh", "to", "torch",
+}  # fmt: skip
+"""Names that the code of a gate may use besides numbers of its experts."""
+
+
+_MISSING = "missing"
 
 
 def is_silu(act_fn: Any) -> bool:
-    """Whether the activation is SiLU, by its class."""
-    return isinstance(act_fn, (SiLUActivation, nn.SiLU)) or act_fn is F.silu
+    """Whether the activation is SiLU, by its class, and nothing besides."""
+    if act_fn is F.silu:
+        return True
+    cls = type(act_fn)
+    return (cls is SiLUActivation or cls is nn.SiLU) and is_plain(act_fn)
+
+
+def is_plain(act_fn: Any) -> bool:
+    """Whether calling the activation does nothing but compute a known function: no state, hooks
+    on it or on all modules, or another forward. So it may be computed without a call."""
+    forward = _FORWARDS.get(type(act_fn))
+    if forward is None:
+        return any(act_fn is function for function in _FUNCTIONS)
+    if type(act_fn).forward is not forward or "forward" in act_fn.__dict__:
+        return False
+    return is_unhooked(act_fn) and is_unhooked(act_fn, backward=True)
+
+
+def is_unhooked(module: nn.Module, backward: bool = False) -> bool:
+    """Whether no hook on the module, or on all modules, runs in its forward, or in its backward."""
+    if backward:
+        return not (
+            module._backward_hooks
+            or module._backward_pre_hooks
+            or hooks._global_backward_hooks
+            or hooks._global_backward_pre_hooks
+        )
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+    )
 
 
 def activation_of(experts: nn.Module) -> str | None:
     """For `fused_experts`; None when no fused activation does what the experts' gate does."""
     gate, act_fn = type(experts)._apply_gate, getattr(experts, "act_fn", None)
-    if "_apply_gate" in vars(experts):
+    if "_apply_gate" in experts.__dict__:
         return None
     if gate is _default_apply_gate and is_silu(act_fn) and form_of(experts) == FORMS[0]:
         return SILU
-    known = vars(experts).get(KNOWN, (None,) * 4)
-    traced = torch.compiler.is_compiling()  # where before Python 3.12 none goes through vars()
-    numbers = _numbers(experts, (known[2] or ()) if traced else None)
-    if known[0] is gate and known[1] is act_fn and known[2] == numbers:
-        return known[3]
-    if traced:  # it cannot be asked there
+    if act_fn is not None and not is_plain(act_fn):
         return None
-    found = _ask(experts)
-    vars(experts)[KNOWN] = gate, act_fn, numbers, found
-    return found
+    question, answer = vars(experts).get(KNOWN, (None, None))
+    if question is None or not _is_same(question, experts, gate, act_fn):
+        if torch.compiler.is_compiling():  # it cannot be asked there
+            return None
+        question = _question(experts, gate, act_fn)
+        answer = _ask(experts, question) if _is_whole(question, experts) else None
+        experts.__dict__[KNOWN] = question, answer
+    return answer
 
 
 def has_own_gate(experts: nn.Module) -> bool:
@@ -66,26 +114,59 @@ def has_own_gate(experts: nn.Module) -> bool:
 
 def form_of(experts: nn.Module) -> str:
     """How rows of the first projection make pairs, as HF's decorator has it."""
-    if not experts.has_gate:
+    if not has_gate(experts):
         return "ungated"
-    return "concatenated" if experts.is_concatenated else "interleaved"
+    return "concatenated" if getattr(experts, "is_concatenated", True) else "interleaved"
 
 
-def _numbers(experts: nn.Module, names: Iterable[str] | None = None) -> dict[str, float]:
-    """What limits and alphas a gate may read: all there are, or those of that name."""
-    own = vars(experts)
-    names = [n for n in own if "limit" in n or "alpha" in n] if names is None else names
-    return {name: float(own[name]) for name in names if isinstance(own.get(name), (int, float))}
+Question = tuple[Any, Any, tuple[tuple[str, Any], ...], tuple[tuple[str, float], ...]]
+"""(gate, act_fn, what act_fn reads of itself, numbers or None that the gate reads of experts)."""
 
 
-def _ask(experts: nn.Module) -> str | None:
-    own = [n for n, _ in experts.named_parameters() if n.split(".")[0] not in _PROJECTIONS]
-    if own or list(experts.buffers()):
-        return None  # what is learned does today's job today
-    numbers = _numbers(experts)
-    limits = {number for name, number in numbers.items() if "limit" in name}
-    limits = tuple(number for number in limits if 0 < number < float("inf"))
-    alphas = {1.702} | {number for name, number in numbers.items() if "alpha" in name}  # quick_gelu
+def _question(experts: nn.Module, gate: Any, act_fn: Any) -> Question:
+    own = vars(act_fn) if isinstance(act_fn, nn.Module) else {}
+    forward = _FORWARDS.get(type(act_fn))
+    state = () if forward is None else forward.__code__.co_names
+    numbers = _words(gate) if has_gate(experts) else ()
+    return (
+        gate,
+        act_fn,
+        tuple((name, own[name]) for name in state if name in own),
+        tuple((name, vars(experts).get(name, _MISSING)) for name in numbers),
+    )
+
+
+def _words(gate: Any) -> list[str]:
+    """Names that the code of a gate reads, besides those of known functions."""
+    code = getattr(gate, "__code__", None)
+    return [] if code is None else [word for word in code.co_names if word not in _WORDS]
+
+
+def _is_whole(question: Question, experts: nn.Module) -> bool:
+    """Whether the gate can depend on nothing else."""
+    gate, _, _, numbers = question
+    if gate is _default_apply_gate or not has_gate(experts):
+        return True
+    code = getattr(gate, "__code__", None)
+    if code is None or code.co_freevars or [*replaced(type(experts), ["_apply_gate"])]:
+        return False
+    nested = any(isinstance(const, CodeType) for const in code.co_consts)
+    return not nested and all(type(number) in (int, float, NoneType) for _, number in numbers)
+
+
+def _is_same(question: Question, experts: nn.Module, gate: Any, act_fn: Any) -> bool:
+    asked_gate, asked_act_fn, state, numbers = question
+    if asked_gate is not gate or asked_act_fn is not act_fn:
+        return False
+    for name, value in state:
+        if getattr(act_fn, name) is not value:
+            return False
+    return all(getattr(experts, name, None) == number for name, number in numbers)
+
+
+def _ask(experts: nn.Module, question: Question) -> str | None:
+    numbers = {float(number) for _, number in question[-1] if number is not None}
+    limits = tuple(number for number in numbers if 0 < number < float("inf"))
     form = form_of(experts)
     probe, ungated = _probe(limits, form), form == "ungated"
     try:
@@ -95,6 +176,7 @@ def _ask(experts: nn.Module) -> str | None:
         return None
     if not isinstance(answer, Tensor) or answer.shape != (len(probe), 4 if ungated else 2):
         return None
+    alphas = {1.702} | numbers  # quick_gelu
     limits, offsets = ((), (0.0,)) if ungated else (limits, (0.0, 1.0))
     for act, limit, offset in itertools.product(ACTS, (None, *limits), offsets):
         for alpha in (1.0, *alphas) if act == "silu" else (1.0,):

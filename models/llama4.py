@@ -6,6 +6,8 @@ only the chosen experts. Its experts are not decorated and are stored [E, H, 2I]
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,18 +15,20 @@ from transformers.models.llama4 import modeling_llama4 as hf
 
 from ..experts import fused_experts
 from ..routing import select_experts, sigmoid_scores
-from .decorated import low_rank_updates, runs_fused, why_not_silu, why_not_weights
+from .decorated import low_rank_updates, runs_fused, warn_once, why_not_silu, why_not_weights
+from .gates import is_unhooked
+from .original import Fused, intact, own_forward, why_replaced
 from .overlap import both
 from .wrapped import hooked_by_plan, replaced_forward
 
 
-class Llama4Router(hf.Llama4Router):
+class Llama4Router(Fused, hf.Llama4Router):
     """HF's router with sigmoid and top-k in one kernel."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[T, H] -> HF's (router_scores [T, E], zero where not chosen; router_logits [T, E])."""
-        if not runs_fused(hidden_states, self.weight):
-            return super().forward(hidden_states)
+        if not (intact(self) and runs_fused(hidden_states, self.weight)):
+            return own_forward(self, hidden_states)
         router_logits = F.linear(hidden_states, self.weight)
         if torch.is_grad_enabled() and router_logits.requires_grad:
             index, weights = select_experts(
@@ -39,7 +43,7 @@ class Llama4Router(hf.Llama4Router):
         return router_scores, router_logits
 
 
-class Llama4TextExperts(hf.Llama4TextExperts):
+class Llama4TextExperts(Fused, hf.Llama4TextExperts):
     """HF's experts, which also take the routing and then run the chosen experts only."""
 
     takes_low_rank = True
@@ -52,7 +56,7 @@ class Llama4TextExperts(hf.Llama4TextExperts):
     ) -> Tensor:
         """[T, H] with top_k_index and top_k_weights [T, K] -> [T, H]; alone: HF's dense forward."""
         if top_k_index is None or top_k_weights is None:
-            return super().forward(hidden_states)
+            return own_forward(self, hidden_states)
         gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
         return fused_experts(
             hidden_states, gate_up, down, top_k_index, top_k_weights, weight_on="input",
@@ -64,29 +68,23 @@ class Llama4TextExperts(hf.Llama4TextExperts):
         """None when the class can be swapped, else the reason in one sentence."""
         if replaced_forward(experts):
             return "the experts' forward was replaced on the instance: patch before that"
-        return why_not_weights(experts) or why_not_silu(experts.act_fn)
+        return _why_not_experts(experts)
 
 
-class Llama4TextMoe(hf.Llama4TextMoe):
+class Llama4TextMoe(Fused, hf.Llama4TextMoe):
     """HF's block that computes only what the router chose."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[..., H] -> HF's (out [T, H], router_logits [T, E])."""
         experts = _find(self.experts, Llama4TextExperts)
-        if experts is None or not runs_fused(hidden_states, reason=why_not_weights(experts)):
-            return super().forward(hidden_states)
+        if experts is None or not (intact(self) and intact(experts)):
+            return own_forward(self, hidden_states)
+        if not runs_fused(hidden_states, reason=_why_not_experts(experts)):
+            return own_forward(self, hidden_states)
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-        shared, (routed, router_logits) = both(hidden_states, self.shared_expert, self._routed)
+        run = functools.partial(_routed, self)
+        shared, (routed, router_logits) = both(hidden_states, self.shared_expert, run)
         return shared + routed.to(shared.dtype), router_logits
-
-    def _routed(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        router_scores, router_logits = self.router(hidden_states)
-        *choice, version = getattr(router_scores, "choice", (None,))
-        if version is not None and version == router_scores._version:
-            top_k_index, top_k_weights = choice
-        else:  # a hook on the router changed the scores: from them, as HF's block
-            top_k_weights, top_k_index = router_scores.topk(self.top_k, dim=1)
-        return self.experts(hidden_states, top_k_index, top_k_weights), router_logits
 
     @staticmethod
     def why_not_fused(block: nn.Module) -> str | None:
@@ -98,10 +96,67 @@ class Llama4TextMoe(hf.Llama4TextMoe):
                 "transformers' expert parallelism expects three values from a router and Llama4's "
                 "returns two: load it with a tensor-parallel plan or FSDP"
             )
+        if replaced_forward(block.router):
+            return "the router's forward was replaced on the instance: patch before that"
         if _find(block.experts, hf.Llama4TextExperts) is None:
             found = type(block.experts).__name__
             return f"the experts are {found} (quantised?): only Llama4TextExperts can be fused"
-        return None
+        return why_replaced(Llama4Router)
+
+
+def _routed(block: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """(out [T, H], router_logits [T, E]) of the routed experts for [T, H]."""
+    router_scores, router_logits = block.router(hidden_states)
+    choice = _choice(block.router, router_scores)
+    if choice is not None:
+        try:
+            return block.experts(hidden_states, *choice), router_logits
+        except TypeError:  # unpatched meanwhile by another thread: HF's take no routing
+            if _find(block.experts, Llama4TextExperts) is not None:
+                raise
+    num_experts = router_scores.shape[1]
+    rows = hidden_states.repeat(num_experts, 1) * router_scores.T.reshape(-1, 1)  # [E * T, H]
+    return block.experts(rows).view(num_experts, *hidden_states.shape).sum(0), router_logits
+
+
+def _choice(router: nn.Module, scores: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(top_k_index, top_k_weights) [T, K] behind the router's scores [T, E].
+
+    None where somebody else wrote scores, which may choose any number of experts: HF's dense pass
+    takes those. Gradients go through the scores, as HF's do, and so do hooks on them.
+    """
+    if not torch.compiler.is_compiling():
+        # full backward hooks make a view of what a module returns
+        source = scores if hasattr(scores, "choice") else scores._base
+        *choice, version = getattr(source, "choice", (None,))
+        if version is not None and version == scores._version and _shows(scores, source):
+            index, weights = choice
+            return index, scores.gather(1, index) if scores.requires_grad else weights
+    if _wrote(router):  # torch.compile and inference mode keep no attributes, or no version
+        weights, index = scores.topk(router.top_k, dim=1)
+        return index, weights
+    warn_once(
+        "moe_patch computes every expert for every token, as Hugging Face does: a hook wrote the "
+        "scores of a Llama4Router, which may choose any number of experts now."
+    )
+    return None
+
+
+def _shows(view: Tensor, source: Tensor) -> bool:
+    return view is source or (view.shape, view.stride()) == (source.shape, source.stride())
+
+
+def _wrote(router: nn.Module) -> bool:
+    """Whether the scores are as the router's class made them, so that top_k of them count."""
+    if not isinstance(router, Llama4Router) or not intact(router):
+        return False
+    own = router.__dict__
+    return is_unhooked(router) and ("forward" not in own or "_hf_hook" in own)
+
+
+def _why_not_experts(experts: nn.Module) -> str | None:
+    """None when the kernels can do what these experts do, else the reason in one sentence."""
+    return why_not_weights(experts) or why_not_silu(experts.act_fn)
 
 
 def _find(module: nn.Module, cls: type[nn.Module]) -> nn.Module | None:

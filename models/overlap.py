@@ -21,7 +21,8 @@ def both(
         return shared(hidden_states), found
     # both only read weights: together they keep the memory busy
     device = hidden_states.device  # need not be the current one
-    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    main = torch.cuda.current_stream(device)
+    side = _beside(main)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         out = shared(hidden_states)
@@ -41,5 +42,7 @@ def overlaps(hidden_states: Tensor) -> bool:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _beside(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The second stream of a first one: threads on streams of their own share none, so that one
+    that captures a graph does not capture another's work."""
+    return torch.cuda.Stream(main.device)

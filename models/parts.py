@@ -13,14 +13,19 @@ from ..grouped import add_bias, expert_order, grouped_gemm
 from ..paths import ran
 
 
+def has_gate(experts: nn.Module) -> bool:
+    """Whether the first projection makes gates too, as HF's decorator has it."""
+    return getattr(experts, "has_gate", True)
+
+
 def up_name(experts: nn.Module) -> str:
-    """Of the first projection."""
-    return "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
+    """Name of the first projection."""
+    return "gate_up_proj" if has_gate(experts) else "up_proj"
 
 
 def gate(experts: nn.Module, rows: Tensor) -> Tensor:
     """The class's own activation of [S, N] rows of the first projection -> [S, I]."""
-    return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    return experts._apply_gate(rows) if has_gate(experts) else experts.act_fn(rows)
 
 
 def normalises(experts: nn.Module) -> bool:
@@ -47,11 +52,12 @@ def by_parts(
     order = expert_order(top_k_index, num_experts, dtype)
     dropped = (top_k_index < 0) | (top_k_index >= num_experts)
     rows = grouped_gemm(x, up_proj, order, gather=True)
-    if experts.has_bias:
+    biased = getattr(experts, "has_bias", False)
+    if biased:
         bias = getattr(experts, f"{up_name(experts)}_bias").to(dtype)
         rows = add_bias(rows, bias, top_k_index, order)
     rows = grouped_gemm(gate(experts, rows).to(dtype), down_proj, order, scatter=True)
-    if experts.has_bias:
+    if biased:
         bias = experts.down_proj_bias.to(dtype)
         rows = add_bias(rows, bias, top_k_index, order, scattered=True)
     rows = rows.masked_fill(dropped.reshape(-1, 1), 0)  # what a bias made of them

@@ -8,15 +8,16 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as hf
 
 from ..routing import select_experts
 from .decorated import runs_fused
+from .original import Fused, intact, own_forward
 
 
-class Qwen3MoeTopKRouter(hf.Qwen3MoeTopKRouter):
+class Qwen3MoeTopKRouter(Fused, hf.Qwen3MoeTopKRouter):
     """HF's router with scores, top-k and renormalisation in one kernel."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., H] -> HF's (router_logits [T, E], router_scores [T, K], router_indices [T, K])."""
-        if not runs_fused(hidden_states, self.weight):
-            return super().forward(hidden_states)
+        if not (intact(self) and runs_fused(hidden_states, self.weight)):
+            return own_forward(self, hidden_states)
         router_logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
         router_indices, router_scores = select_experts(
             router_logits, self.top_k, renormalize=self.norm_topk_prob

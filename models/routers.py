@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType, SimpleNamespace
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from .. import reference
 from ..routing import select_experts
 from .decorated import runs_fused
+from .original import Fused, intact, own_forward, replaced
 
 
 @dataclass(frozen=True)
@@ -154,32 +156,33 @@ RULES = (
 )  # fmt: skip
 
 
-class FusedRouter:
+class FusedRouter(Fused):
     """Before HF's class among the bases of a fused one: `rule` instead of its forward."""
 
     rule: Rule
-    original: type[nn.Module]
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> tuple[Tensor, ...]:
         """HF's outputs, in one kernel after the product."""
-        if named or len(given) != self.rule.given or not self._runs(hidden_states):
-            return super().forward(hidden_states, *given, **named)
-        return self.rule.run(select_experts, self, hidden_states, *given)
-
-    def _runs(self, hidden_states: Tensor) -> bool:
-        if not runs_fused(hidden_states, self.weight):
-            return False
-        if not self.rule.autocast and torch.is_autocast_enabled(hidden_states.device.type):
-            return False
-        options = self.rule.options(self)
-        groups = options.get("num_groups", 1)
-        if groups > 1 and options["top_groups"] * (self.num_experts // groups) < self.top_k:
-            return False  # HF fills up with what it masked, in no order
-        return self.rule.flat or hidden_states.dim() == 2
+        rule = getattr(type(self), "rule", None)
+        if named or not intact(self) or not _runs(rule, self, hidden_states, *given):
+            return own_forward(self, hidden_states, *given, **named)
+        return rule.run(select_experts, self, hidden_states, *given)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         _, _, *state = super().__reduce_ex__(protocol)
-        return _blank, (self.original,), *state
+        return _blank, (self.stands_for,), *state
+
+
+def _runs(rule: Rule, router: Any, hidden_states: Tensor, *given: Any) -> bool:
+    if len(given) != rule.given or not runs_fused(hidden_states, router.weight):
+        return False
+    if not rule.autocast and torch.is_autocast_enabled(hidden_states.device.type):
+        return False
+    options = rule.options(router)
+    groups = options.get("num_groups", 1)
+    if groups > 1 and options["top_groups"] * (router.num_experts // groups) < router.top_k:
+        return False  # HF fills up with what it masked, in no order
+    return rule.flat or hidden_states.dim() == 2
 
 
 def _blank(original: type[nn.Module]) -> nn.Module:
@@ -187,22 +190,50 @@ def _blank(original: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-@functools.cache
+_asked: dict[tuple[Any, ...], type[nn.Module] | None] = {}  # a class and its functions: the answer
+_asking = threading.RLock()
+
+
 def fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The class's fused subclass, known to SWAPS from then on; None when no rule is the class's."""
+    """The class's fused subclass, known to SWAPS from then on; None when no rule is the class's.
+
+    The answer is for the functions that the class has: with others it is asked again.
+    """
     from . import SWAPS
 
-    if cls not in SWAPS and (rule := rule_of(cls)):
-        members = {"rule": rule, "original": cls, "__module__": __name__, "__doc__": cls.__doc__}
-        SWAPS[cls] = type(cls.__name__, (FusedRouter, cls), members)
-    return SWAPS.get(cls)
+    with _asking:
+        functions = tuple(_methods(cls).items())
+        if cls in SWAPS and not issubclass(SWAPS[cls], FusedRouter):
+            return SWAPS[cls]
+        if (cls, functions) not in _asked:
+            _asked[cls, functions] = _new_class(cls, functions)
+        fused = _asked[cls, functions]
+        if fused is not None:
+            SWAPS[cls] = fused
+        return fused
+
+
+def _new_class(cls: type[nn.Module], functions: tuple[Any, ...]) -> type[nn.Module] | None:
+    rule = rule_of(cls)
+    if rule is None:
+        return None
+    members = {"rule": rule, "functions": functions}
+    members |= {"__module__": __name__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (FusedRouter, cls), members)
 
 
 def rule_of(cls: type[nn.Module]) -> Rule | None:
     """The rule that a class of transformers follows, by what it computes."""
-    if not cls.__module__.startswith("transformers.models.") or not _reads_little(cls):
+    if not cls.__module__.startswith("transformers.models.") or why_not(cls):
+        return None
+    if not _reads_little(cls):
         return None
     return next((rule for rule in RULES if _follows(cls, rule)), None)
+
+
+def why_not(cls: type[nn.Module]) -> str | None:
+    """None where the functions of a router's class are its own, else a sentence about the first."""
+    return next((sentence for _, sentence in replaced(cls, _methods(cls))), None)
 
 
 def _reads_little(cls: type[nn.Module]) -> bool:

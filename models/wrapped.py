@@ -1,8 +1,8 @@
-"""What parallel engines put around a module without replacing it.
+"""What engines put around a module without replacing it.
 
-torch's fully_shard gives the module a class of its own, derived from the module's; transformers'
-plans put a forward on the instance, which calls the one that it found there; accelerate keeps the
-class's forward in `_old_forward`.
+torch's fully_shard and torch.nn.utils.parametrize give the module a class of their own, derived
+from the module's; transformers' plans put a forward on the instance, which calls the one that it
+found there; accelerate keeps the class's forward in `_old_forward`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,33 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_MADE = {"__dict__", "__weakref__"}  # of every class, by `type`
 _PLACES = ("forward", "_old_forward")
 _INNER = "original_forward"  # what transformers' plans call the forward that they found
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, or the one beneath torch's FSDPModule."""
+    """The module's class, or the one beneath those that torch derives from it: FSDPModule's and
+    torch.nn.utils.parametrize's."""
     cls = type(module)
-    return cls.__bases__[-1] if _is_wrapper(cls) else cls
+    while _is_wrapper(cls):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+def rewrapped(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:
+    """The module's class as it is with `new` beneath torch's wrappers, in the place of `old`.
+
+    Raises:
+        TypeError: the class derives from `old`, and it is not torch that derived it.
+    """
+    return _rewrapped(type(module), old, new)
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Makes `cls` the `plain_class`, its forward the one that hooks on the instance end in."""
+    """Gives the module that class, and its forward where hooks on the instance end."""
     old = type(module).forward
-    module.__class__ = _wrapper(type(module), cls) if _is_wrapper(type(module)) else cls
+    module.__class__ = cls
     for name in _PLACES:
         held, put = _held(module, name)
         if getattr(held, "__func__", None) is old:
@@ -69,12 +82,28 @@ def _inner(forward: Any) -> Any:
 
 
 def _is_wrapper(cls: type) -> bool:
+    return _is_engine(cls) or cls.__module__ == "torch.nn.utils.parametrize"
+
+
+def _is_engine(cls: type) -> bool:
     return len(cls.__bases__) > 1 and cls.__bases__[0].__module__.startswith("torch.distributed.")
 
 
-@functools.cache
-def _wrapper(like: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+def _rewrapped(cls: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:
+    if cls is old:
+        return new
+    if not _is_wrapper(cls):
+        raise TypeError(f"{cls.__name__} derives from {old.__name__}")
+    # an engine has one class for all modules of a kind; a parametrized module has one of its own,
+    # which changes with every parametrization
+    return (_shared if _is_engine(cls) else _derived)(cls, _rewrapped(cls.__bases__[-1], old, new))
+
+
+def _derived(like: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
     """`cls` under the wrapper that `like` is under."""
-    own = {name: vars(like)[name] for name in vars(like).keys() & {"__module__", "__deepcopy__"}}
+    own = {name: value for name, value in vars(like).items() if name not in _MADE}
     prefix = like.__name__.removesuffix(like.__bases__[-1].__name__)
     return type(f"{prefix}{cls.__name__}", (*like.__bases__[:-1], cls), own)
+
+
+_shared = functools.cache(_derived)

@@ -7,14 +7,15 @@ pickles of a patched model are patched models.
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from . import ranks
-from .models import SWAPS, gates, with_adapters, with_routers
+from .models import SWAPS, gates, routers, with_adapters, with_routers
 from .models.decorated import (
     ENABLED,
     ExpertsConfig,
@@ -24,7 +25,8 @@ from .models.decorated import (
     restore_default,
     why_not_fused,
 )
-from .models.wrapped import plain_class, set_class
+from .models.original import Fused, describe, fused_within, replaced, why_replaced
+from .models.wrapped import plain_class, replaced_forward, rewrapped, set_class
 
 LOOKS_LIKE_MOE = re.compile(r"(Experts|M[oO][eE](Block)?)$")
 """Names of classes whose modules are reported, fused or not."""
@@ -32,6 +34,8 @@ LOOKS_LIKE_MOE = re.compile(r"(Experts|M[oO][eE](Block)?)$")
 _SUPPORTED = "experts with transformers' @use_experts_implementation and Llama4TextMoe"
 _WRAPPERS = {"base_layer", "original_module", "module", "_fsdp_wrapped_module", "_orig_mod"}
 """Where PEFT, FSDP and torch.compile keep the module that they wrap."""
+_ROUTER = re.compile(r"(Router|Gate)$")
+_patching = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,14 @@ class PatchReport:
     fused: list[str] = field(default_factory=list)
     """Names of the fused blocks, as in `named_modules()`; "" is the module itself."""
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
-    """(name, class, reason) of each MoE block that stays as Hugging Face wrote it."""
+    """(name, class, reason) of each MoE block that stays as it is, and of each router or block
+    that does although its experts are fused."""
     classes: list[str] = field(default_factory=list)
     """The class names of the fused blocks."""
 
     def __str__(self) -> str:
-        total = len(self.fused) + len(self.skipped)
+        whole = [name for name, *_ in self.skipped if not any(_is_in(name, f) for f in self.fused)]
+        total = len(self.fused) + len(whole)
         kinds = ", ".join(f"{count} {name}" for name, count in Counter(self.classes).items())
         lines = [f"moe_patch: fused {len(self.fused)} of {total} MoE blocks"]
         lines[0] += f" ({kinds})" if kinds else ""
@@ -72,20 +78,21 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
         RuntimeError: another rank that holds shards of the model does not patch it, or with other
             versions.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch takes a torch.nn.Module, found {type(model).__name__}.")
-    with_adapters()
-    with_routers(model)
+    _check(model, "patch")
     report, matched, changed = PatchReport(), False, False
-    for block in _blocks(model):
-        matched = matched or block.is_known()
-        cls, reason = plain_class(block.module).__name__, block.why_not()
-        if reason:
-            report.skipped.append((block.name, cls, reason))
-        else:
-            changed = block.fuse() or changed
-            report.fused.append(block.name)
-            report.classes.append(cls)
+    with _patching:
+        with_adapters()
+        with_routers(model)
+        for block in _blocks(model):
+            matched = matched or block.is_known()
+            cls, reason = plain_class(block.module).__name__, block.why_not()
+            if reason:
+                report.skipped.append((block.name, cls, reason))
+            else:
+                report.skipped.extend(block.left_out())
+                changed = block.fuse() or changed
+                report.fused.append(block.name)
+                report.classes.append(cls)
     if strict and not matched:
         found = ", ".join(dict.fromkeys(f"{cls} ({reason})" for _, cls, reason in report.skipped))
         raise ValueError(
@@ -101,16 +108,46 @@ def unpatch(model: nn.Module) -> None:
     """Puts Hugging Face's own code back into every block of `model`; harmless if not patched.
 
     Also undoes `from_pretrained(..., experts_implementation="moe_patch")`.
+
+    Raises:
+        TypeError: `model` is not an nn.Module.
+        RuntimeError: somebody gave a module a class of their own that derives from its fused one;
+            nothing is unpatched then.
     """
-    originals = {fused: original for original, fused in SWAPS.items()}
-    for module in model.modules():
-        if isinstance(vars(module).get("config"), ExpertsConfig):
-            module.config = module.config.original
-        if plain_class(module) in originals:
-            set_class(module, originals[plain_class(module)])
-        vars(module).pop(gates.KNOWN, None)
-    for module in model.modules():
-        restore_default(module)
+    _check(model, "unpatch")
+    with _patching:
+        classes = [(module, _own_class(name, module)) for name, module in model.named_modules()]
+        for module, cls in classes:
+            if isinstance(vars(module).get("config"), ExpertsConfig):
+                module.config = module.config.original
+            if cls is not type(module):
+                set_class(module, cls)
+            vars(module).pop(gates.KNOWN, None)
+        for module, _ in classes:
+            restore_default(module)
+
+
+def _check(model: nn.Module, function: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} takes a torch.nn.Module, found {type(model).__name__}.")
+
+
+def _own_class(name: str, module: nn.Module) -> type[nn.Module]:
+    """The module's class without moe_patch."""
+    fused = fused_within(type(module))
+    if fused is None:
+        return type(module)
+    try:
+        return rewrapped(module, fused, fused.stands_for)
+    except TypeError as error:
+        raise RuntimeError(
+            f"moe_patch cannot unpatch {name or 'the module'}, whose class {type(module).__name__} "
+            f"was derived from the fused {fused.__name__}: give it its former class, then unpatch."
+        ) from error
+
+
+def _is_in(name: str, block: str) -> bool:
+    return name == block or not block or name.startswith(f"{block}.")
 
 
 @dataclass
@@ -133,17 +170,24 @@ class _Block:
         reasons = (_why_not_part(m) or _why_not_routed(m) for m in self.module.modules())
         return next(filter(None, reasons), None)
 
+    def left_out(self) -> Iterator[tuple[str, str, str]]:
+        """(name, class, reason) of what stays as it is beside fused experts."""
+        for name, module in self.module.named_modules(prefix=self.name):
+            if reason := _why_left_out(module):
+                yield name, plain_class(module).__name__, reason
+
     def fuse(self) -> bool:
         """Whether anything of it was not fused yet."""
         changed = False
         for module in self.module.modules():
+            fused = _fused_class(module)
             if is_decorated(module) and not isinstance(module.config, ExpertsConfig):
-                module.config = ExpertsConfig(module.config)
                 gates.activation_of(module)  # now: a trace could not
-            elif plain_class(module) in SWAPS:
-                set_class(module, SWAPS[plain_class(module)])
-                if isinstance(module, UndecoratedExperts):
+                module.config = ExpertsConfig(module.config)
+            elif fused and fused is not plain_class(module) and not _why_left_out(module):
+                if issubclass(fused, UndecoratedExperts):
                     gates.activation_of(module)
+                set_class(module, rewrapped(module, plain_class(module), fused))
             else:
                 continue
             changed = True
@@ -181,14 +225,27 @@ def _only_holds(block: _Block, blocks: Iterable[str]) -> bool:
 
 def _fused_class(module: nn.Module) -> type[nn.Module] | None:
     cls = plain_class(module)
-    return cls if cls in SWAPS.values() else SWAPS.get(cls)
+    return cls if issubclass(cls, Fused) else SWAPS.get(cls)
 
 
 def _why_not_part(module: nn.Module) -> str | None:
+    """Why the block with this module stays as it is."""
     if is_decorated(module):
         return why_not_fused(module)
-    why_not = getattr(_fused_class(module), "why_not_fused", None)
-    return why_not(module) if why_not else None
+    fused = _fused_class(module)
+    why_not = getattr(fused, "why_not_fused", None)
+    return why_not and (why_replaced(fused) or why_not(module))
+
+
+def _why_left_out(module: nn.Module) -> str | None:
+    """Why this module stays as it is, although the experts of its block are fused."""
+    cls, fused = plain_class(module), _fused_class(module)
+    if fused is None:
+        is_router = _ROUTER.search(cls.__name__) and cls.__module__.startswith("transformers.")
+        return routers.why_not(cls) if is_router else None
+    if cls is not fused and replaced_forward(module):
+        return "its forward was replaced on the instance, and that runs: patch before that"
+    return why_replaced(fused)
 
 
 def _why_not_routed(module: nn.Module) -> str | None:
@@ -200,6 +257,8 @@ def _why_not_routed(module: nn.Module) -> str | None:
 
 def _why_unknown(block: _Block) -> str:
     for cls in (plain_class(block.module), plain_class(block.experts)):
+        if cls.__module__.startswith("transformers.") and [*replaced(cls, ["forward"])]:
+            return describe(cls, "forward")
         for base in cls.__mro__[1:]:
             if dispatches(base) or base in SWAPS:
                 return f"{_path(cls)} derives from {base.__name__}: only that class can be fused"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -18,7 +19,11 @@ from .patcher import LOOKS_LIKE_MOE, patch, unpatch
 
 _SWITCH = "get_correct_experts_implementation"  # every choice of an implementation asks it
 _LOADERS = ("from_pretrained", "_from_config")  # the Auto classes end in these two
-_originals: dict[str, classmethod] = {}  # filled while the hook is on
+_ALWAYS = "enable()"
+_on: frozenset[object] = frozenset()  # who asks for the hook: `_ALWAYS`, and every open block
+_inside: ContextVar[frozenset[object]] = ContextVar("moe_patch_inside", default=frozenset())
+_originals: dict[str, classmethod] = {}  # filled while the hook is in place
+_switching = threading.RLock()
 _loading: ContextVar[bool] = ContextVar("moe_patch_loading", default=False)
 
 
@@ -61,35 +66,61 @@ def register() -> None:
 def enable() -> None:
     """From now on every model that from_pretrained or from_config makes comes back patched.
 
-    Blocks that cannot be fused are listed in a warning. On already: one hook stays, with a warning.
+    In all threads, until :func:`disable`, whatever `with enabled():` blocks end meanwhile. Blocks
+    of a model that cannot be fused are listed in a warning. On already: nothing happens, with a
+    warning.
     """
-    if _originals:
-        warnings.warn("moe_patch is enabled already, nothing changed.", stacklevel=2)
-        return
-    for name in _LOADERS:
-        _originals[name] = vars(PreTrainedModel)[name]
-        setattr(PreTrainedModel, name, _patching(_originals[name]))
+    with _switching:
+        if _ALWAYS in _on:
+            warnings.warn("moe_patch is enabled already, nothing changed.", stacklevel=2)
+        _switch(_on | {_ALWAYS})
 
 
 def disable() -> None:
-    """Undoes :func:`enable`; models already loaded stay patched. Harmless when the hook is off."""
-    for name, original in _originals.items():
-        if getattr(vars(PreTrainedModel)[name], "moe_patch_original", None) is original:
-            setattr(PreTrainedModel, name, original)
-    _originals.clear()  # a hook that somebody wrapped stays in place, inert
+    """Undoes :func:`enable`; models already loaded stay patched. Harmless when the hook is off.
+
+    Inside `with enabled():` that block stays on until it ends.
+    """
+    with _switching:
+        _switch(_on - {_ALWAYS})
 
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """`with moe_patch.enabled():` has the hook on inside, and as it was before afterwards."""
-    outermost = not _originals
-    if outermost:
-        enable()
+    """`with moe_patch.enabled():` has the hook on inside, and as it was before afterwards.
+
+    Inside means in this thread or asyncio task (its context); another thread's loads are its own.
+    """
+    block = object()
+    with _switching:
+        _switch(_on | {block})
+    _inside.set(_inside.get() | {block})
     try:
         yield
     finally:
-        if outermost:
-            disable()
+        _inside.set(_inside.get() - {block})
+        with _switching:
+            _switch(_on - {block})
+
+
+def _switch(on: frozenset[object]) -> None:
+    """Has these ask for the hook, which is in place while any does."""
+    global _on
+    if on and not _originals:
+        for name in _LOADERS:
+            _originals[name] = vars(PreTrainedModel)[name]
+            setattr(PreTrainedModel, name, _patching(_originals[name]))
+    elif not on:
+        for name, original in _originals.items():
+            if getattr(vars(PreTrainedModel)[name], "moe_patch_original", None) is original:
+                setattr(PreTrainedModel, name, original)
+        _originals.clear()  # a hook that somebody wrapped stays in place, inert
+    _on = on
+
+
+def _is_on() -> bool:
+    """Whether a load in this context is to be patched."""
+    return _ALWAYS in _on or not _on.isdisjoint(_inside.get())
 
 
 def _warning(original: Callable[..., str]) -> Callable[..., str]:
@@ -114,7 +145,7 @@ def _warning(original: Callable[..., str]) -> Callable[..., str]:
 def _patching(original: classmethod) -> classmethod:
     @functools.wraps(original.__func__)
     def load(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-        if not _originals or _loading.get():  # a load inside a load: the outer one patches
+        if not _is_on() or _loading.get():  # a load inside a load: the outer one patches
             return original.__func__(cls, *args, **kwargs)
         token = _loading.set(True)
         try:
