@@ -28,7 +28,8 @@ ARROWS = {
     "shapes": set(),
     "reference": {"activation", "order"},
     "emulate": {"reference"},
-    "kernels": {"kernels", "kernels.*", "activation", "order"},
+    "kernels": {"kernels", "kernels.*", "activation", "order", "precision"},
+    "precision": set(),
     "accumulate": set(),
     "activation": set(),
     "low_rank": set(),
@@ -67,7 +68,7 @@ ARROWS = {
 # "" is the package itself, for its __version__.
 BENEATH = {"", "kernels", "law", "models", "models.*", "patcher", "reference", "shapes", "experts"}
 ARROWS |= {
-    "shadow": BENEATH | {"emulate", "fp8"},
+    "shadow": BENEATH | {"emulate", "fp8", "precision"},
     "compare_router": BENEATH,
     "compare": BENEATH | {"compare_router", "shadow"},
     "parity": BENEATH | {"compare", "shadow"},
@@ -102,6 +103,7 @@ ARROWS |= {
 # Not in this table: any declared dependency (test_packaging).
 THIRD_PARTY = {
     "order": {"torch"},
+    "precision": {"torch"},
     "law": {"torch"},
     "shapes": {"torch", "transformers"},
     "reference": {"torch"},
