@@ -22,6 +22,7 @@ from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from .. import kernels
+from ..differentiable import why_not_kernels
 from ..experts import DTYPES, fused_experts
 from ..low_rank import LowRank
 from . import fp8
@@ -336,7 +337,7 @@ def _why_not_run(*tensors: Tensor) -> str | None:
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             return f"a tensor is {tensor.dtype}: bfloat16, float16 or float32 is needed"
-    return _why_not_device(tensors[0].device.type)
+    return _why_not_device(tensors[0].device.type) or why_not_kernels()
 
 
 @torch.compiler.assume_constant_result

@@ -7,11 +7,13 @@ routing weights; everything else is computed again (SonicMoE, arXiv:2512.14080).
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from . import fp8, kernels
-from .accumulate import Leaf, leaf, stored, target
+from . import differentiable, fp8, kernels
+from .accumulate import Leaf, Product, gradient, leaf, stored
 from .activation import Activation, parse
 from .checks import check
 from .grouped import (
@@ -223,7 +225,8 @@ def _gradients(
     need: list[bool],
     leaves: tuple[Leaf | None, Leaf | None],
 ) -> list[Tensor | None]:
-    """As `_experts_backward`; None if not needed, or for a weight whose leaf's .grad was added to.
+    """As `_experts_backward`; None if not needed, or for a weight whose gradient will be added to
+    its leaf's .grad.
 
     With y = x (W + B A)^T: dA = (dy B)^T x, dB = dy^T (x A^T), and dx = dy W + (dy B) A is a
     product with the transposed weight and its low-rank update A^T B^T.
@@ -260,13 +263,11 @@ def _gradients(
                 start = _by_choice(d_out, down_bias, top_k_index)
             grads[3] = kernels.combine.sum_partials(d_scale, order.slot_to_row, out, start)
         if need_down:
-            out, add = target(down_proj, leaves[1])
-            kernels.dw.dw(d_out, act, order, gather=top_k, out=out, add=add)
-            grads[2] = None if add else out
+            grads[2] = gradient(down_proj, leaves[1], Product(d_out, act, order, top_k))
         if need_a2:
             grads[6] = torch.empty_like(a2)
             kernels.dw.dw(act, update.side, order, out=grads[6].transpose(1, 2))
-        del act
+        del act  # unless its product waits
         if need_b2:
             side, grads[7] = sides[1], torch.empty_like(b2)
             if not weight_on_input:
@@ -281,9 +282,8 @@ def _gradients(
             ones = d_pre.new_ones(slots, 1)
             kernels.dw.dw(ones, d_pre, order, out=grads[8][:, None])
         if need_gate_up:
-            out, add = target(gate_up_proj, leaves[0])
-            kernels.dw.dw(x, d_pre, order, gather=top_k, out=out.transpose(1, 2), add=add)
-            grads[1] = None if add else out
+            product = Product(x, d_pre, order, top_k, turned=True)
+            grads[1] = gradient(gate_up_proj, leaves[0], product)
         if need_b1:
             grads[5] = torch.empty_like(b1)
             kernels.dw.dw(d_pre, sides[0], order, out=grads[5])
@@ -326,17 +326,23 @@ class _FusedExperts(torch.autograd.Function):
         ctx.save_for_backward(*kept, *(sides if extra else ()), *extra)
         ctx.turned = up[1], down[1]
         ctx.options = options
-        ctx.leaves = leaf(*up), leaf(*down)
+        ctx.leaves = leaf(gate_up_proj, *up), leaf(down_proj, *down)
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
         hidden, gate_up, down, _, weights, _, _, *others = ctx.needs_input_grad
         need = [hidden, gate_up, down, weights, *others]
         saved = ctx.saved_tensors  # once: checkpointing gives each tensor back once
         tensors, sides, extra = list(saved[:7]), list(saved[7:9]), list(saved[9:])
         tensors[1:3] = (w.mT if turned else w for w, turned in zip(saved[1:3], ctx.turned))
+        if differentiable.wanted(d_out):
+            if len(extra) > 6:
+                differentiable.refuse_fp8()
+            inputs, need = (*tensors[:5], *extra), (*need[:3], False, *need[3:])
+            twin = functools.partial(differentiable.experts, *ctx.options)
+            d_inputs = differentiable.gradients(twin, inputs, need, d_out)
+            return *d_inputs[:5], None, None, *d_inputs[5:]
         arguments = (d_out, *tensors, sides, *ctx.options, extra, need)
         if torch.compiler.is_compiling():
             grads = _experts_backward(*arguments)
@@ -394,9 +400,10 @@ def fused_experts(
             weight_on="input", and for a few tokens without gradients, they stay as they are.
 
     Returns:
-        [T, H] in the dtype of hidden_states, a fresh tensor. Differentiable in all float inputs,
-        once; gradients come in their inputs' dtypes. Two runs on the same
-        inputs give the same bits.
+        [T, H] in the dtype of hidden_states, a fresh tensor. Differentiable in all float inputs;
+        gradients come in their inputs' dtypes. Two runs on the same inputs give the same bits.
+        Plain PyTorch computes second derivatives (not through FP8 weights), and everything under
+        forward-mode AD, torch.func and torch.jit.trace.
 
     Raises:
         ValueError: shapes or devices that do not fit together, an unknown weight_on or activation,
@@ -429,7 +436,9 @@ def fused_experts(
         extra += scales if scaled else ()
     else:
         extra = []
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *extra)):
+    if differentiable.why_not_kernels():
+        out = differentiable.experts(*options, *tensors, *extra)
+    elif torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *extra)):
         out = _FusedExperts.apply(*tensors, *options, *extra)
     else:
         out = _experts_inference(*tensors, *options, extra)

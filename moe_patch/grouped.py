@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import differentiable, kernels, reference
 from .accumulate import stored
 from .kernels import on_device, op, require
 from .order import ExpertOrder
@@ -28,8 +30,20 @@ def expert_order(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> E
 
     require(top_k_index.device)
     height = block_m(top_k_index.numel(), num_experts, dtype)
+    if differentiable.why_not_kernels():
+        _refuse_trace()
+        return reference.sort_tokens(top_k_index, num_experts, height)
     buffer = _expert_order(top_k_index, num_experts, height)
     return ExpertOrder.view(buffer, top_k_index.numel(), num_experts, height)
+
+
+def _refuse_trace() -> None:
+    """The twins of what follows read numbers of rows, which a trace would keep for all inputs."""
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "torch.jit.trace cannot record moe_patch's expert_order and grouped_gemm: trace "
+            "fused_experts or a patched model, or use torch.compile or torch.export."
+        )
 
 
 def _fake_order(top_k_index, num_experts, block_m):
@@ -141,6 +155,21 @@ def _grouped_gemm_backward(
     return d_x, d_weight
 
 
+def _plain(
+    options: tuple[int, int, bool],
+    order: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """grouped_gemm in plain PyTorch, of what the operator takes."""
+    block_m, gather, scatter = options
+    return reference.grouped_gemm(
+        x, weight, ExpertOrder(*order, block_m=block_m),
+        gather=bool(gather), scatter=scatter, weight_scale_inv=scale,
+    )  # fmt: skip
+
+
 class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, scale, block_m, gather, scatter, *order):
@@ -150,13 +179,16 @@ class _GroupedGemm(torch.autograd.Function):
         return _grouped_gemm(x, weight, list(order), block_m, gather, scatter, scale)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
         x, weight, scale, *order = ctx.saved_tensors
         weight = weight.mT if ctx.turned else weight
-        need = list(ctx.needs_input_grad[:2])
+        need, none = list(ctx.needs_input_grad[:2]), (None,) * (4 + len(order))
+        if differentiable.wanted(d_out):
+            if scale is not None:
+                differentiable.refuse_fp8()
+            twin = functools.partial(_plain, ctx.options, order)
+            return *differentiable.gradients(twin, (x, weight), need, d_out), *none
         d_x, d_weight = _grouped_gemm_backward(d_out, x, weight, order, *ctx.options, need, scale)
-        none = (None,) * (4 + len(order))
         return d_x if need[0] else None, d_weight if need[1] else None, *none
 
 
@@ -188,10 +220,11 @@ class _AddBias(torch.autograd.Function):
         return rows + bias[expert]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_rows):
         d_bias = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and differentiable.wanted(d_rows):
+            d_bias = reference.bias_gradient(d_rows, list(ctx.saved_tensors), *ctx.options)
+        elif ctx.needs_input_grad[1]:
             d_bias = _bias_gradient(d_rows, list(ctx.saved_tensors), *ctx.options)
         return d_rows, d_bias, *(None,) * 9
 
@@ -207,8 +240,10 @@ def add_bias(
         top_k_index: [T, K] that `order` was made from. Dropped slots get some finite row.
 
     Returns:
-        [S, N], differentiable in rows and bias, once; two runs give the same bits.
+        [S, N], differentiable in rows and bias; two runs give the same bits.
     """
+    if differentiable.why_not_kernels():
+        return reference.add_bias(rows, bias, top_k_index, order, scattered=scattered)
     expert = top_k_index.reshape(-1)
     expert = expert.masked_fill((expert < 0) | (expert >= len(bias)), 0)
     if not scattered:
@@ -247,6 +282,8 @@ def group_order(
         from .kernels.tiles import block_m
 
         height = block_m(num_rows, groups, weight.dtype)
+    if differentiable.why_not_kernels():
+        return reference.group_tiles(offsets, num_rows, height)
     buffer = _group_order(offsets, num_rows, height)
     return ExpertOrder.view(buffer, num_rows, groups, height)
 
@@ -297,7 +334,8 @@ def grouped_gemm(
             products; its gradient is that of dO W with dO as it is.
 
     Returns:
-        [S, N], rows of dropped slots and of no group zero. Differentiable in x and weight, once.
+        [S, N], rows of dropped slots and of no group zero. Differentiable in x and weight; second
+        derivatives, forward-mode AD and torch.func run in plain PyTorch.
         Sizes and offsets are not checked, which would mean waiting for the device: what is negative
         counts as 0, what lies past S as S, an offset below the one before it as that one.
 
@@ -343,6 +381,9 @@ def grouped_gemm(
         raise ValueError(f"the order has {slots} slots and x {x.shape[0]} rows, not {kind}.")
     fields = order.tensors()
     options = (order.block_m, top_k if gather else 0, scatter)
+    if differentiable.why_not_kernels():
+        _refuse_trace()
+        return _plain(options, fields, x, weight, weight_scale_inv)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _GroupedGemm.apply(x, weight, weight_scale_inv, *options, *fields)
     return _grouped_gemm(x, weight, list(fields), *options, weight_scale_inv)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import differentiable
+
 LowRank = tuple[Tensor, Tensor]
 """(A [E, R, K], B [E, N, R]): the weights [E, N, K] are used as weight + B @ A, never formed."""
 
@@ -58,7 +60,6 @@ class _Factors(torch.autograd.Function):
         return tuple(torch.cat(side, dim) for side, dim in zip(zip(*pairs), (1, 2)))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_a, d_b):
         (crossed, scalings), found, at = ctx.options, [], 0
         for i, scaling in enumerate(scalings):
@@ -78,6 +79,7 @@ def _scaled(x: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """x * scaling, contiguous and of that dtype: x itself if it is all that."""
     if scaling == 1 and x.dtype == dtype and x.is_contiguous():
         return x
-    if torch.compiler.is_compiling():  # which takes the strides of `out` for those of x
+    # torch.compile takes the strides of `out` for those of x, and nothing differentiates `out`
+    if torch.compiler.is_compiling() or differentiable.wanted(x):
         return (x * scaling).to(dtype).contiguous()
     return torch.mul(x, scaling, out=x.new_empty(x.shape, dtype=dtype))

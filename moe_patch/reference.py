@@ -207,10 +207,31 @@ def grouped_gemm(
         slots, ends = order.row_to_slot.long(), order.expert_offsets.tolist()
     rows = x[slots * x.shape[0] // max(len(slots), 1)] if gather else x
     out = rows.new_zeros(len(slots), weight.shape[1])
-    pieces = [rows[begin:end] @ weight[e].T for e, (begin, end) in enumerate(zip(ends, ends[1:]))]
+    pieces = [rows[begin:end] @ w.T for w, begin, end in zip(weight.unbind(), ends, ends[1:])]
     valid = torch.cat(pieces) if pieces else out[:0]
     place = torch.arange(ends[0], ends[-1], device=x.device)
     return out.index_copy(0, slots[place] if scatter else place, valid)
+
+
+def add_bias(
+    rows: Tensor, bias: Tensor, top_k_index: Tensor, order: ExpertOrder, *, scattered: bool = False
+) -> Tensor:
+    """Twin of :func:`moe_patch.grouped.add_bias`; dropped slots get no bias."""
+    expert = top_k_index.reshape(-1)
+    expert = torch.where((expert < 0) | (expert >= len(bias)), len(bias), expert)
+    expert = expert if scattered else expert[order.row_to_slot.long()]
+    return rows + F.pad(bias, (0, 0, 0, 1))[expert]
+
+
+def bias_gradient(
+    d_rows: Tensor, order: list[Tensor], num_experts: int, block_m: int, scattered: bool
+) -> Tensor:
+    """Twin of the operator of that name in grouped.py: sums [E, N] of each expert's rows."""
+    expert_offsets, row_to_slot, *_ = order
+    row = torch.arange(len(d_rows), dtype=expert_offsets.dtype, device=d_rows.device)
+    expert = torch.searchsorted(expert_offsets[1:], row, right=True)  # E: dropped
+    rows = d_rows[row_to_slot.long()] if scattered else d_rows
+    return rows.new_zeros(num_experts + 1, rows.shape[1]).index_add(0, expert, rows)[:-1]
 
 
 def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -251,15 +272,16 @@ def fused_experts(
         down_proj = down_proj + down_low_rank[1] @ down_low_rank[0]
     x = hidden_states.to(gate_up_proj.dtype)
     out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-    for expert in range(gate_up_proj.shape[0]):
+    # unbound at once: the gradient of an index is as large as all experts
+    for expert, (gate_up, down) in enumerate(zip(gate_up_proj.unbind(), down_proj.unbind())):
         token, choice = torch.where(top_k_index == expert)
         weight = top_k_weights[token, choice, None].to(out.dtype)
         rows = x[token]
         if weight_on == "input":
             rows = (rows * weight).to(x.dtype)
-        rows = rows @ gate_up_proj[expert].T
+        rows = rows @ gate_up.T
         rows = rows if gate_up_bias is None else rows + gate_up_bias[expert]
-        rows = glu(rows, activation) @ down_proj[expert].T
+        rows = glu(rows, activation) @ down.T
         rows = rows if down_bias is None else rows + down_bias[expert]
         out = out.index_add(
             0, token, rows * weight if weight_on == "output" else rows.to(out.dtype)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import differentiable, kernels, reference
 from .kernels import on_device, op, require
 
 SCORES = ("softmax", "sigmoid")
@@ -79,6 +81,16 @@ def sigmoid_scores(router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, T
         return scores, *kernels.topk.topk(router_logits, top_k, dense=scores, **options)
 
 
+def _weights(
+    options: tuple[bool, bool, float, float], dtype: torch.dtype, index: Tensor, logits: Tensor
+) -> Tensor:
+    """The chosen experts' weights in plain PyTorch."""
+    sigmoid, renormalize, scale, eps = options
+    return reference.expert_weights(
+        logits, index, score=SCORES[sigmoid], renormalize=renormalize, scale=scale, eps=eps
+    ).to(dtype)
+
+
 class _SelectExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, router_logits, bias, top_k, dtype, *options):
@@ -89,9 +101,13 @@ class _SelectExperts(torch.autograd.Function):
         return index, weights
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, _, d_weights):
-        d_logits = _select_experts_backward(*ctx.saved_tensors, d_weights, *ctx.options)
+        logits, index = ctx.saved_tensors
+        if differentiable.wanted(d_weights):
+            twin = functools.partial(_weights, ctx.options, d_weights.dtype, index)
+            (d_logits,) = differentiable.gradients(twin, [logits], [True], d_weights)
+        else:
+            d_logits = _select_experts_backward(logits, index, d_weights, *ctx.options)
         return d_logits, *[None] * 11
 
 
@@ -165,6 +181,12 @@ def select_experts(
         bias, top_k, dtype or router_logits.dtype, score == "sigmoid", renormalize,
         float(scale), eps, num_groups, top_groups, group_best, group_fill,
     )  # fmt: skip
+    if differentiable.why_not_kernels():
+        return reference.select_experts(
+            router_logits, top_k, score=score, renormalize=renormalize, dtype=dtype, scale=scale,
+            eps=eps, bias=bias, num_groups=num_groups, top_groups=top_groups,
+            group_best=group_best, group_fill=group_fill,
+        )  # fmt: skip
     if torch.is_grad_enabled() and router_logits.requires_grad:
         return _SelectExperts.apply(router_logits, *options)
     return _select_experts(router_logits, *options)

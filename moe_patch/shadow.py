@@ -29,6 +29,7 @@ from .models.gates import activation_of
 from .models.parts import normalises, up_name
 from .models.wrapped import plain_class
 from .patcher import unpatch
+from .precision import ieee_products
 
 DEQUANTISED = "dequantised"
 """A way of running FP8 experts: in the activations' dtype."""
@@ -195,14 +196,10 @@ def hugging_face(block: nn.Module, implementation: str) -> nn.Module:
 @contextlib.contextmanager
 def plain_arithmetic() -> Iterator[None]:
     """IEEE float32 products, no autocast, no inference mode; all of it put back afterwards."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
-        ):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    with (
+        ieee_products(),
+        torch.inference_mode(False),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
+        yield

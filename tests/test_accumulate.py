@@ -18,14 +18,14 @@ CASES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest
 @pytest.fixture
 def made(monkeypatch):
     """Whether a gradient was made (True) or added to (False), one entry a weight and backward."""
-    found, original = [], accumulate.target
+    found, original = [], accumulate.gradient
 
-    def target(weight, leaf):
-        out, add = original(weight, leaf)
-        found.append(not add)
-        return out, add
+    def gradient(*arguments):
+        out = original(*arguments)
+        found.append(out is not None)
+        return out
 
-    monkeypatch.setattr("moe_patch.experts.target", target)
+    monkeypatch.setattr("moe_patch.experts.gradient", gradient)
     return found
 
 
@@ -100,16 +100,231 @@ def test_hooks_see_the_gradient(device, made, hook):
         assert torch.allclose(parameter.grad, (4 if hook == "tensor" else 2) * first[name])
 
 
-def test_a_hook_on_the_accumulating_node_still_runs(device, made):
-    """As DistributedDataParallel's and DeepSpeed's."""
+@pytest.mark.parametrize("kind", ("before", "after"))
+def test_hooks_on_the_accumulating_node_see_the_gradient(device, made, kind):
+    """DeepSpeed's come after; one that comes before may change the gradient."""
     found, parameters = arguments(device)
-    ready = []
+    call(found).sum().backward()
+    first = [p.grad.clone() for p in parameters.values()]
+    seen = []
     nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters.values()]
     for node in nodes:
-        node.register_hook(lambda *gradients: ready.append(gradients))
+        if kind == "before":
+            node.register_prehook(lambda grads: seen.append(grads[0]) or (10 * grads[0],))
+        else:
+            node.register_hook(lambda _, grads: seen.append(grads[0]))
+    call(found).sum().backward()
+    assert len(seen) == 2 and made == [True] * 4
+    for grad in first:
+        assert any(torch.equal(grad, other) for other in seen)
+    for parameter, grad in zip(parameters.values(), first):
+        torch.testing.assert_close(parameter.grad, (11 if kind == "before" else 2) * grad)
+
+
+def test_a_hook_that_was_removed_is_none(device, made):
+    found, parameters = arguments(device)
+    call(found).sum().backward()
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters.values()]
+    for node in nodes:
+        node.register_prehook(lambda grads: None).remove()
+        node.register_hook(lambda *_: None).remove()
     for _ in range(2):
         call(found).sum().backward()
-    assert len(ready) == 4 and made == [True] * 2 + [False] * 2
+    assert made == [True] * 2 + [False] * 4
+
+
+@pytest.mark.parametrize("how", ("hook", "retain", "later"))
+def test_the_transpose_of_a_parameter_is_watched_too(device, made, how):
+    """Its own hooks and its own .grad, asked for before the forward or after."""
+    found, parameters = arguments(device, stored_transposed=True)
+    call(found, True).sum().backward()
+    first = {name: p.grad.clone() for name, p in parameters.items()}
+    weights = {name: found[name].transpose(1, 2) for name in WEIGHTS}
+    seen = []
+
+    def watch():
+        for weight in weights.values():
+            weight.retain_grad() if how == "retain" else weight.register_hook(
+                lambda grad: seen.append(grad) or 3 * grad
+            )
+
+    if how != "later":
+        watch()
+    out = fused_experts(**found | weights)
+    if how == "later":
+        watch()
+    out.sum().backward()
+    assert made == [True] * 4
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.grad, first[name] * (2 if how == "retain" else 4))
+        if how == "retain":
+            torch.testing.assert_close(weights[name].grad, first[name].transpose(1, 2))
+
+
+class Tripled(torch.autograd.Function):
+    """A transpose whose gradient is not just the transpose."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad.transpose(1, 2)
+
+
+def test_a_view_with_a_gradient_of_its_own(device, made):
+    found, parameters = arguments(device, stored_transposed=True)
+    call(found, True).sum().backward()
+    first = {name: p.grad.clone() for name, p in parameters.items()}
+    fused_experts(**found | {name: Tripled.apply(found[name]) for name in WEIGHTS}).sum().backward()
+    with torch.no_grad():
+        leaves = {name: found[name].transpose(1, 2) for name in WEIGHTS}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    fused_experts(**found | leaves).sum().backward()
+    assert made == [True] * 6
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.grad, 4 * first[name])
+        torch.testing.assert_close(leaves[name].grad, first[name].transpose(1, 2))
+
+
+def test_a_saved_grad_that_changes_is_noticed(device, made):
+    found, parameters = arguments(device)
+    call(found).sum().backward()
+    grads = [p.grad for p in parameters.values()]
+    scale = torch.ones((), device=device, requires_grad=True)
+    products = [scale * grad for grad in grads]
+    versions = [grad._version for grad in grads]
+    call(found).sum().backward()
+    assert made == [True] * 2 + [False] * 2
+    for product, parameter, grad, version in zip(
+        products, parameters.values(), grads, versions, strict=True
+    ):
+        assert parameter.grad is grad and grad._version > version
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+@pytest.mark.parametrize("change", ("none", "other"))
+def test_a_grad_that_changes_before_its_turn(device, made, change):
+    """Weights of two layers: a hook between the two backwards takes .grad away, or puts another."""
+    found, parameters = arguments(device)
+    expected, _ = arguments(device)
+    first = {name: torch.randn_like(p) for name, p in parameters.items()}
+    other = {name: torch.randn_like(p).mT.contiguous().mT for name, p in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.grad = first[name].clone()
+
+    def step(found, function, hook=None):
+        found["hidden_states"] = found["hidden_states"].detach().requires_grad_()
+        inner = function(**found)
+        if hook:
+            inner.register_hook(hook)
+        function(**found | {"hidden_states": inner}).sum().backward()
+
+    def hook(_):
+        for name, parameter in parameters.items():
+            parameter.grad = None if change == "none" else other[name].clone()
+
+    step(found, fused_experts, hook)
+    step(expected, reference.fused_experts)
+    assert made[-4:] == [False] * 2 + [True] * 2
+    for name, parameter in parameters.items():
+        before = 0 if change == "none" else other[name]
+        torch.testing.assert_close(parameter.grad, before + expected[name].grad)
+
+
+def test_a_backward_that_fails_leaves_nothing(device, made):
+    """The next one adds its own gradient alone."""
+    found, parameters = arguments(device)
+    found["hidden_states"].requires_grad_()
+    call(found).sum().backward()
+    first = {name: p.grad.clone() for name, p in parameters.items()}
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters.values()]
+
+    def fail(_):
+        raise ZeroDivisionError
+
+    inner = call(found)
+    handle = inner.register_hook(fail)
+    out = call(found | {"hidden_states": inner})
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward(retain_graph=True)
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter.grad, first[name])
+    handle.remove()
+    call(found).sum().backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.grad, 2 * first[name])
+    assert len(nodes) == 2
+
+
+def test_anomaly_mode_sees_the_gradient(device, made):
+    found, _ = arguments(device)
+    for _ in range(2):
+        with torch.autograd.detect_anomaly(check_nan=True):
+            call(found).sum().backward()
+    assert made == [True] * 4
+
+
+@pytest.mark.gpu
+def test_two_streams_and_one_backward(device):
+    """Both forwards' streams write to .grad, in turn, and the caller reads it at once."""
+    found = moe(device, torch.bfloat16, 4096, 1024, 512, 16, 4, grad=False)
+    parameters = [torch.nn.Parameter(found[name]) for name in WEIGHTS]
+    found |= dict(zip(WEIGHTS, parameters))
+    batches = [torch.randn_like(found["hidden_states"]) for _ in range(2)]
+    for batch in batches:
+        fused_experts(**found | {"hidden_states": batch}).float().sum().backward()
+    expected = [p.grad.clone() for p in parameters]
+    streams = [torch.cuda.Stream() for _ in batches]
+    torch.cuda.synchronize()
+    for attempt in range(50):
+        for parameter in parameters:
+            parameter.grad.zero_()
+        losses = []
+        for stream, batch in zip(streams, batches):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                if attempt % 2:
+                    torch.cuda._sleep(2_000_000)
+                losses.append(fused_experts(**found | {"hidden_states": batch}).float().sum())
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        sum(losses).backward()
+        read = [p.grad.clone() for p in parameters]  # on the caller's stream, without waiting
+        for mine, truth in zip(read, expected):
+            error = (mine.double() - truth.double()).norm() / truth.double().norm()
+            assert error < 0.01, (attempt, float(error))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", (False, True))
+def test_a_side_stream_s_gradient_is_read_at_once(device, made, early):
+    """The default stream has nothing to do and reads .grad after the backward. `early`: the node
+    that accumulates was made on the default stream, before."""
+    found = moe(device, torch.bfloat16, 4096, 1024, 512, 16, 4, grad=False)
+    parameters = [torch.nn.Parameter(found[name]) for name in WEIGHTS]
+    found |= dict(zip(WEIGHTS, parameters))
+    fused_experts(**found).float().sum().backward()
+    expected = [p.grad.clone() for p in parameters]
+    side = torch.cuda.Stream()
+    nodes = []
+    if early:
+        nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
+    for attempt in range(50):
+        for parameter in parameters:
+            parameter.grad.zero_()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(5_000_000)
+            loss = fused_experts(**found).float().sum()
+        loss.backward()  # from the default stream, which does not wait for the forward
+        read = [p.grad.clone() for p in parameters]
+        for mine, truth in zip(read, expected):
+            assert torch.equal(mine, truth), attempt
+    assert made == [True] * 2 + [False] * 100 and len(nodes) == 2 * early
 
 
 def test_twice_through_one_graph_and_weights_used_twice(device):

@@ -28,18 +28,29 @@ ARROWS = {
     "shapes": set(),
     "reference": {"activation", "order"},
     "emulate": {"reference"},
-    "kernels": {"kernels", "kernels.*", "activation", "order"},
-    "accumulate": set(),
+    "kernels": {"kernels", "kernels.*", "activation", "order", "precision"},
+    "precision": set(),
+    "accumulate": {"kernels", "order"},
     "activation": set(),
-    "low_rank": set(),
+    "differentiable": {"reference"},
+    "low_rank": {"differentiable"},
     "scaled": set(),
-    "grouped": {"accumulate", "kernels", "kernels.*", "order", "scaled"},
+    "grouped": {
+        "accumulate",
+        "differentiable",
+        "kernels",
+        "kernels.*",
+        "order",
+        "reference",
+        "scaled",
+    },
     "checks": {"grouped", "kernels", "scaled"},
     "fp8": {"activation", "grouped", "kernels", "kernels.*", "order", "routing", "scaled"},
     "experts": {
         "accumulate",
         "activation",
         "checks",
+        "differentiable",
         "fp8",
         "grouped",
         "kernels",
@@ -48,12 +59,13 @@ ARROWS = {
         "order",
         "reference",
     },
-    "routing": {"kernels", "kernels.*", "order", "reference"},
+    "routing": {"differentiable", "kernels", "kernels.*", "order", "reference"},
     "models": {
         "models",
         "models.*",
         "activation",
         "scaled",
+        "differentiable",
         "experts",
         "grouped",
         "low_rank",
@@ -67,7 +79,7 @@ ARROWS = {
 # "" is the package itself, for its __version__.
 BENEATH = {"", "kernels", "law", "models", "models.*", "patcher", "reference", "shapes", "experts"}
 ARROWS |= {
-    "shadow": BENEATH | {"emulate", "fp8"},
+    "shadow": BENEATH | {"emulate", "fp8", "precision"},
     "compare_router": BENEATH,
     "compare": BENEATH | {"compare_router", "shadow"},
     "parity": BENEATH | {"compare", "shadow"},
@@ -117,12 +129,14 @@ ARROWS |= {
 # Not in this table: any declared dependency (test_packaging).
 THIRD_PARTY = {
     "order": {"torch"},
+    "precision": {"torch"},
     "law": {"torch"},
     "shapes": {"torch", "transformers"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
     "starting": set(),
     "accumulate": {"torch"},
+    "differentiable": {"torch"},
     "activation": set(),
     "low_rank": {"torch"},
     "grouped": {"torch"},
@@ -133,8 +147,8 @@ THIRD_PARTY = {
     "models": {"torch", "transformers", "peft"},
 }
 HOT = (
-    "kernels", "accumulate", "checks", "experts", "fp8", "grouped", "low_rank", "routing", "scaled",
-    "models",
+    "kernels", "accumulate", "checks", "differentiable", "experts", "fp8", "grouped", "low_rank",
+    "routing", "scaled", "models",
 )  # fmt: skip
 SYNCHRONISES = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "masked_select"}
 

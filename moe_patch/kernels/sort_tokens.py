@@ -16,8 +16,9 @@ from .tiles import INTERPRET
 @triton.jit
 def _bin(ids, slot, num_slots, E: tl.constexpr):
     """Expert of each slot; E for an id out of range, E + 1 past the end."""
-    expert = tl.load(ids + slot, mask=slot < num_slots, other=0).to(tl.int32)
-    expert = tl.where((expert < 0) | (expert >= E), E, expert)
+    expert = tl.load(ids + slot, mask=slot < num_slots, other=0).to(tl.int64)
+    # compared before it is narrowed: the low half of 2^32 + 1 is an expert
+    expert = tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32)
     return tl.where(slot < num_slots, expert, E + 1)
 
 

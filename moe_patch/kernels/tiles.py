@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..precision import allows_tf32
 from . import table
 from .launch import Launch, descriptor, power_of_two
 
@@ -278,7 +279,7 @@ def converts_fp8(device: torch.device) -> bool:
 
 def dot_precision(dtype: torch.dtype) -> str:
     """float32 products stay IEEE unless the user allowed TF32, as torch.matmul does."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if dtype == torch.float32 and allows_tf32() else "ieee"
 
 
 @triton.jit
