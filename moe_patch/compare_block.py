@@ -21,17 +21,11 @@ from .shadow import Family, exact_weights, find_experts, shadow
 from .truth import Exact, expert
 
 
-class _TrueExperts(nn.Module):
-    """The experts of a block in float64, one at a time, in the forward and in the backward."""
+def _true_experts(experts: nn.Module, family: Family) -> nn.Module:
+    """A copy of the experts that computes in float64, an expert at a time in both directions."""
 
-    def __init__(self, experts: nn.Module, family: Family) -> None:
-        super().__init__()
-        self.known = (experts, family)  # no submodule: nothing is to cast or patch it
-
-    def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """[T, H] float64 with index and weights [T, K] -> [T, H]."""
-        experts, family = self.known
-        out = torch.zeros_like(hidden_states)
+    def forward(hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)  # [T, H]
         for e in range(len(experts.down_proj)):
             token, choice = torch.where(index == e)
 
@@ -42,6 +36,10 @@ class _TrueExperts(nn.Module):
                 chosen = hidden_states[token], weights[token, choice, None].to(out.dtype)
                 out = out.index_add(0, token, checkpoint(rows, *chosen, use_reentrant=False))
         return out
+
+    copy = shadow(experts)
+    copy.forward = forward
+    return copy
 
 
 class BlockComparison:
@@ -59,7 +57,8 @@ class BlockComparison:
     ) -> None:
         self.ours, self.baselines = ours, baselines
         experts = find_experts(twin)
-        self.truth = shadow(twin, torch.float64, {id(experts): _TrueExperts(experts, family)})
+        # the experts' own weights stay as they are: no weight is ever whole in float64
+        self.truth = shadow(twin, torch.float64, {id(experts): _true_experts(experts, family)})
         unpatch(self.truth)
 
     def rows(self, given: Inputs, dtype: torch.dtype, backward: bool) -> list[Row]:
@@ -94,9 +93,7 @@ def _run(
         seen.update(index=index.detach(), weights=weights.detach())
         return x, seen["index"], seen["weights"].to(args[2].dtype)
 
-    experts = find_experts(block) or next(
-        module for module in block.modules() if isinstance(module, _TrueExperts)
-    )
+    experts = find_experts(block)
     with contextlib.ExitStack() as stack:
         stack.callback(experts.register_forward_pre_hook(fix).remove)
         stack.enter_context(passes.arranged(block, how, given))

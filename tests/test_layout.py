@@ -30,6 +30,7 @@ ARROWS = {
     "emulate": {"reference"},
     "kernels": {"kernels", "kernels.*", "activation", "order", "precision"},
     "precision": set(),
+    "paths": set(),
     "accumulate": {"kernels", "order"},
     "activation": set(),
     "differentiable": {"reference"},
@@ -57,6 +58,7 @@ ARROWS = {
         "kernels.*",
         "low_rank",
         "order",
+        "paths",
         "reference",
     },
     "routing": {"differentiable", "kernels", "kernels.*", "order", "reference"},
@@ -69,6 +71,7 @@ ARROWS = {
         "experts",
         "grouped",
         "low_rank",
+        "paths",
         "reference",
         "routing",
         "kernels",
@@ -81,8 +84,11 @@ BENEATH = {"", "kernels", "law", "models", "models.*", "patcher", "reference", "
 ARROWS |= {
     "shadow": BENEATH | {"emulate", "fp8", "precision"},
     "compare_router": BENEATH,
-    "compare": BENEATH | {"compare_router", "shadow"},
-    "parity": BENEATH | {"compare", "shadow"},
+    "passes": BENEATH | {"shadow"},
+    "truth": BENEATH | {"compare_router", "passes", "shadow"},
+    "compare_block": BENEATH | {"passes", "shadow", "truth"},
+    "compare": BENEATH | {"compare_block", "compare_router", "passes", "paths", "shadow", "truth"},
+    "parity": BENEATH | {"compare", "passes", "paths", "shadow"},
     "bench": BENEATH | {"compare", "parity", "shadow"},
     "bench_cli": BENEATH
     | {
@@ -129,6 +135,7 @@ ARROWS |= {
 # Not in this table: any declared dependency (test_packaging).
 THIRD_PARTY = {
     "order": {"torch"},
+    "paths": set(),
     "precision": {"torch"},
     "law": {"torch"},
     "shapes": {"torch", "transformers"},
