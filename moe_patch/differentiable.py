@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 
 from . import reference
 
+_in_transform, _in_trace = torch._C._are_functorch_transforms_active, torch._C._is_tracing
+
 
 def why_not_kernels() -> str | None:
     """None where kernels may run, else what they cannot be part of, in one sentence.
@@ -23,11 +25,11 @@ def why_not_kernels() -> str | None:
     """
     if torch.compiler.is_compiling():
         return None
-    if torch._C._are_functorch_transforms_active():
+    if _in_transform():
         return "a torch.func transform runs, whose tensors the fused kernels cannot read"
     if forward_ad._current_level >= 0:
         return "forward-mode AD runs, and the fused kernels compute no tangents"
-    if torch._C._is_tracing():
+    if _in_trace():
         return "torch.jit.trace runs, which cannot record the fused kernels"
     return None
 

@@ -260,7 +260,7 @@ def test_adapters(family, device):
 
 @both_families
 def test_hessian_of_a_block(family, device):
-    block, x = tiny_block(family, device), torch.randn(1, 2, 64, device=device)
+    block, x = tiny_block(family, device, hidden_size=16), torch.randn(1, 2, 16, device=device)
     found = []
     for each in pair(block):
 
