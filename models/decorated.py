@@ -37,12 +37,20 @@ NAME = "moe_patch"
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch.export traces
 
-_lent = threading.local()
-"""`entries` of this thread, (experts, parameter, factors): what LoRA lends to experts that it
-calls. Not on the module: another thread may run the same one."""
-
 ENABLED = is_on(os.environ.get("MOE_PATCH"))
 """False under MOE_PATCH=0: every patched module runs HF's own forward."""
+
+
+class _Lent(threading.local):
+    """What LoRA lends in this thread to experts that it calls: (experts, parameter, factors) each.
+
+    Not kept on the module: another thread may run the same one.
+    """
+
+    entries: tuple[tuple[nn.Module, str, LowRank], ...] = ()
+
+
+_lent = _Lent()
 
 
 class ExpertsConfig:
@@ -197,10 +205,11 @@ def _fused_or(
         up, down, scales = up.detach(), down.detach(), fp8.scales(self)
         _say_how(hidden_states.device)
     tensors = (hidden_states, up, down, top_k_index, top_k_weights)
-    if why_by_parts(self):
+    activation = None if normalises(self) else activation_of(self)
+    if activation is None:  # `why_by_parts` says why
         return by_parts(self, *tensors)
     more = scales | biases(self) | low_rank_updates(self)
-    return fused_experts(*tensors, activation=activation_of(self), **more)
+    return fused_experts(*tensors, activation=activation, **more)
 
 
 def biases(experts: nn.Module) -> dict[str, Tensor]:
@@ -231,12 +240,12 @@ def takes_low_rank(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) 
 
 def lend(experts: nn.Module, parameter: str, low_rank: LowRank) -> None:
     """Has the next fused call of these experts in this thread take the factors of an update."""
-    _lent.entries = (*getattr(_lent, "entries", ()), (experts, parameter, low_rank))
+    _lent.entries = (*_lent.entries, (experts, parameter, low_rank))
 
 
 def take_back(experts: nn.Module, parameter: str) -> bool:
     """Undoes `lend`; whether the factors were still there, so that no call has taken them."""
-    entries = getattr(_lent, "entries", ())
+    entries = _lent.entries
     left = tuple(e for e in entries if e[0] is not experts or e[1] != parameter)
     _lent.entries = left
     return len(left) < len(entries)
@@ -244,7 +253,7 @@ def take_back(experts: nn.Module, parameter: str) -> bool:
 
 def low_rank_updates(experts: nn.Module) -> dict[str, LowRank]:
     """Arguments of `fused_experts`, what was lent to these experts; none without LoRA."""
-    entries = getattr(_lent, "entries", ())
+    entries = _lent.entries
     if not entries:
         return {}
     _lent.entries = tuple(e for e in entries if e[0] is not experts)

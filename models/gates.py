@@ -66,25 +66,18 @@ def is_plain(act_fn: Any) -> bool:
     forward = _FORWARDS.get(type(act_fn))
     if forward is None:
         return any(act_fn is function for function in _FUNCTIONS)
-    if type(act_fn).forward is not forward or "forward" in act_fn.__dict__:
+    own = act_fn.__dict__
+    if type(act_fn).forward is not forward or "forward" in own:
         return False
-    return is_unhooked(act_fn) and is_unhooked(act_fn, backward=True)
-
-
-def is_unhooked(module: nn.Module, backward: bool = False) -> bool:
-    """Whether no hook on the module, or on all modules, runs in its forward, or in its backward."""
-    if backward:
-        return not (
-            module._backward_hooks
-            or module._backward_pre_hooks
-            or hooks._global_backward_hooks
-            or hooks._global_backward_pre_hooks
-        )
     return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
         or hooks._global_forward_hooks
         or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
     )
 
 

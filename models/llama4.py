@@ -11,12 +11,12 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 from transformers.models.llama4 import modeling_llama4 as hf
 
 from ..experts import fused_experts
 from ..routing import select_experts, sigmoid_scores
 from .decorated import low_rank_updates, runs_fused, warn_once, why_not_silu, why_not_weights
-from .gates import is_unhooked
 from .original import Fused, intact, own_forward, why_replaced
 from .overlap import both
 from .wrapped import hooked_by_plan, replaced_forward
@@ -47,6 +47,7 @@ class Llama4TextExperts(Fused, hf.Llama4TextExperts):
     """HF's experts, which also take the routing and then run the chosen experts only."""
 
     takes_low_rank = True
+    has_gate = True
 
     def forward(
         self,
@@ -76,7 +77,9 @@ class Llama4TextMoe(Fused, hf.Llama4TextMoe):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[..., H] -> HF's (out [T, H], router_logits [T, E])."""
-        experts = _find(self.experts, Llama4TextExperts)
+        experts = self.experts
+        if not isinstance(experts, Llama4TextExperts):
+            experts = _find(experts, Llama4TextExperts)
         if experts is None or not (intact(self) and intact(experts)):
             return own_forward(self, hidden_states)
         if not runs_fused(hidden_states, reason=_why_not_experts(experts)):
@@ -106,8 +109,9 @@ class Llama4TextMoe(Fused, hf.Llama4TextMoe):
 
 def _routed(block: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """(out [T, H], router_logits [T, E]) of the routed experts for [T, H]."""
-    router_scores, router_logits = block.router(hidden_states)
-    choice = _choice(block.router, router_scores)
+    router = block.router
+    router_scores, router_logits = router(hidden_states)
+    choice = _choice(router, router_scores)
     if choice is not None:
         try:
             return block.experts(hidden_states, *choice), router_logits
@@ -151,7 +155,9 @@ def _wrote(router: nn.Module) -> bool:
     if not isinstance(router, Llama4Router) or not intact(router):
         return False
     own = router.__dict__
-    return is_unhooked(router) and ("forward" not in own or "_hf_hook" in own)
+    if router._forward_hooks or hooks._global_forward_hooks:
+        return False
+    return "forward" not in own or "_hf_hook" in own
 
 
 def _why_not_experts(experts: nn.Module) -> str | None:

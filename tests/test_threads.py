@@ -132,30 +132,41 @@ def test_patch_and_unpatch_while_others_run(family):
             working.release()
 
     def until_done():
-        switch = threading.Thread(target=switching, args=(model, stop))
-        switch.start()
-        for _ in range(THREADS - 1):
-            working.acquire()
-        stop.set()
-        switch.join()
+        with ThreadPoolExecutor(1) as pool:
+            switch = pool.submit(switching, model, stop)
+            for _ in range(THREADS - 1):
+                working.acquire()
+            stop.set()
+            switch.result()
 
     together(until_done, *(lambda seed=seed: work(seed) for seed in range(THREADS - 1)))
     assert not any(original.fused_within(type(module)) for module in model.modules())
     assert torch.equal(logits(model, 0), expected[0])
 
 
-def test_adapters_count_while_another_thread_patches_and_unpatches():
-    """PEFT's own forward writes to the model, so that only one thread may run it."""
-    model, stop = adapted("qwen3_moe"), threading.Event()
+@both_families
+def test_adapters_count_while_another_thread_unpatches(family):
+    """PEFT's own forward writes to the model: only one thread may run it, and none may patch."""
+    model = adapted(family)
     expected = logits(model, 0)
-    thread = threading.Thread(target=switching, args=(model, stop))
-    thread.start()
-    try:
-        for _ in range(8 * ROUNDS):
-            assert_close(logits(model, 0), expected)
-    finally:
-        stop.set()
-        thread.join()
+    for _ in range(ROUNDS):
+        moe_patch.patch(model)
+        started = threading.Event()
+
+        def work(started=started):
+            found = []
+            for _ in range(4):
+                found.append(logits(model, 0))
+                started.set()
+            return found
+
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(work)
+            assert started.wait(60)
+            moe_patch.unpatch(model)
+            for actual in running.result():
+                assert_close(actual, expected)
+    assert not any(original.fused_within(type(module)) for module in model.modules())
 
 
 # In the middle of a forward, by a hook: what a thread can do, at the worst time
