@@ -81,10 +81,15 @@ def check(
                 f"{name} must be a floating-point [{experts}, {size}], found {bias.dtype} "
                 f"{tuple(bias.shape)}."
             )
-    tensors = [hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights]
-    more = (gate_up_bias, down_bias, gate_up_scale_inv, down_scale_inv)
-    tensors += [tensor for tensor in more if tensor is not None]
-    if len({tensor.device for tensor in tensors}) > 1:
-        found = ", ".join(str(tensor.device) for tensor in tensors)
-        raise ValueError(f"all tensors must be on one device, found {found}.")
-    require(hidden_states.device)
+    device = hidden_states.device
+    if not (gate_up_proj.device == down_proj.device == top_k_index.device == device):
+        raise _devices(hidden_states, gate_up_proj, down_proj, top_k_index)
+    for tensor in (top_k_weights, gate_up_bias, down_bias, gate_up_scale_inv, down_scale_inv):
+        if tensor is not None and tensor.device != device:
+            raise _devices(hidden_states, tensor)
+    require(device)
+
+
+def _devices(*tensors: Tensor) -> ValueError:
+    found = ", ".join(str(tensor.device) for tensor in tensors)
+    return ValueError(f"all tensors must be on one device, found {found}.")

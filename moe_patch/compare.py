@@ -344,7 +344,8 @@ class Comparison:
             if not row.passed:
                 return replace(row, tensor=str(how))
         measured = measure(self.twin, family, given, ours, hf, dtype)
-        rows = measured.rows(dtype, _rms(given.x), self.in_fp8)
+        slack = law.AUTOCAST_SLACK if how.autocast else law.SLACK
+        rows = measured.rows(dtype, _rms(given.x), self.in_fp8, slack)
         return _condensed(str(how), rows)
 
     def _before(self, hf: list[Run]) -> dict[str, Tensor]:

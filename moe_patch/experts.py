@@ -114,7 +114,7 @@ def _experts_inference(
     """out [T, H]; nothing is kept for a backward."""
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights)
     with on_device(hidden_states.device):
-        adapted = any(factor.numel() for factor in extra[:4])
+        adapted = bool(extra) and any(factor.numel() for factor in extra[:4])
         if adapted or not kernels.decode.decodes(top_k_index, gate_up_proj, down_proj):
             if _in_fp8(*tensors[:3], weight_on_input, activation, extra):
                 ran("fp8")
@@ -429,8 +429,9 @@ def fused_experts(
     x = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
     tensors = (x, gate_up_proj, down_proj, top_k_index, top_k_weights)
     none = None, None
-    extra = [*(gate_up_low_rank or none), *(down_low_rank or none), gate_up_bias, down_bias]
-    if scaled or any(tensor is not None for tensor in extra):
+    biased = gate_up_bias is not None or down_bias is not None
+    if scaled or biased or gate_up_low_rank or down_low_rank:
+        extra = [*(gate_up_low_rank or none), *(down_low_rank or none), gate_up_bias, down_bias]
         # each its own: torch.compile refuses one tensor twice
         extra = [x.new_empty(0) if t is None else t.to(dtype) for t in extra]
         extra += scales if scaled else ()

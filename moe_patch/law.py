@@ -19,6 +19,8 @@ SANE = 8.0  # h may be this many eps * rms t away from the truth
 ALIVE = 1e-2  # rms t / rms x of an output
 FP8_RMS_FACTOR = 1.05  # ours and HF's round activations to e4m3 at other places, equally well
 FP8_SANE = 0.1  # as SANE, in rms t: e4m3's own errors, not those of the dtype
+SLACK = 1 / 8  # of an eps of the truth's rms, on rms errors
+AUTOCAST_SLACK = 1 / 2  # a float32 tensor that Hugging Face's autocast leaves may be rounded once
 MIN_TOKENS = 16  # an expert with fewer is judged with the whole tensor only
 MIN_NUMBERS = 128  # with fewer independent errors the factors widen: see `widened`
 
@@ -147,13 +149,14 @@ def why_not(
     guards: bool = True,
     fp8: bool = False,
     numbers: int | None = None,
+    slack: float = SLACK,
 ) -> list[str]:
     """The rules that `errors` breaks, one phrase each. NaN breaks them all. `fp8`: HF's result, and
     perhaps ours, is of activations in FP8. `numbers`: how many independent errors there are, where
-    that is fewer than elements."""
+    that is fewer than elements. `slack`: of an eps of the truth's rms, that rms errors may have."""
     eps = torch.finfo(dtype).eps
-    slack = (FLOAT32_FACTOR if dtype == torch.float32 else 1.0) * widened(numbers)
-    rms_factor, max_factor, sane = RMS_FACTOR * slack, MAX_FACTOR * slack, SANE * eps
+    wide = (FLOAT32_FACTOR if dtype == torch.float32 else 1.0) * widened(numbers)
+    rms_factor, max_factor, sane = RMS_FACTOR * wide, MAX_FACTOR * wide, SANE * eps
     if fp8:
         rms_factor, max_factor, sane = FP8_RMS_FACTOR, MAX_FACTOR, FP8_SANE
     truth, ours = errors.rms(errors.truth_square), errors.rms(errors.square[0])
@@ -161,7 +164,7 @@ def why_not(
     broken = []
     if all(where is not None for where in errors.masks):
         broken.append(f"inf or NaN where HF has none, or the reverse, at {list(errors.masks[0])}")
-    if not ours <= rms_factor * hf + eps * truth / 8:
+    if not ours <= rms_factor * hf + eps * truth * slack:
         broken.append(f"rms error {_times(ours, hf)} HF's (limit {rms_factor:.3g})")
     if not errors.largest[0] <= max_factor * hf_max + eps * errors.truth_largest:
         broken.append(
@@ -200,20 +203,22 @@ def row(
     counts: Sequence[int] | None = None,
     fp8: bool = False,
     numbers: int | None = None,
+    slack: float = SLACK,
 ) -> Row:
     """Judges a measured tensor by rules 1 to 4 and, with `counts` of tokens per expert, by 5.
 
-    `parts` is one Errors, or one for each expert in order; `fp8` and `numbers` as in `why_not`.
+    `parts` is one Errors, or one for each expert in order; `fp8`, `numbers` and `slack` as in
+    `why_not`.
     """
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    broken = why_not(total, dtype, x_rms=x_rms, fp8=fp8, numbers=numbers)
+    broken = why_not(total, dtype, x_rms=x_rms, fp8=fp8, numbers=numbers, slack=slack)
     note = ""
     if counts is not None:
         judged = {e: parts[e] for e, count in enumerate(counts) if count >= MIN_TOKENS}
         for expert, part in judged.items():
-            why = why_not(part, dtype, guards=False)
+            why = why_not(part, dtype, guards=False, slack=slack)
             if why:
                 broken.append(f"expert {expert} ({counts[expert]} tokens): {why[0]}")
                 break

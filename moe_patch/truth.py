@@ -52,7 +52,13 @@ class Measured:
         total.checks = self.checks + other.checks
         return total
 
-    def rows(self, dtype: torch.dtype, x_rms: float, in_fp8: tuple[str, ...] = ()) -> list[Row]:
+    def rows(
+        self,
+        dtype: torch.dtype,
+        x_rms: float,
+        in_fp8: tuple[str, ...] = (),
+        slack: float = law.SLACK,
+    ) -> list[Row]:
         """The law's verdict on each; FP8's own on the tensors `in_fp8`."""
         wrong = (check for check in self.checks if not check.passed)
         rows = [next(wrong, check) for check in self.checks[:1]]
@@ -67,6 +73,7 @@ class Measured:
                     counts=self.counts if len(parts) > 1 else None,
                     fp8=name in in_fp8,
                     numbers=self.numbers.get(name),
+                    slack=slack,
                 )
             )
         return rows

@@ -81,11 +81,14 @@ def require(device: torch.device) -> None:
         )
 
 
+_HERE = contextlib.nullcontext()
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     """Triton launches on the current device: make it the tensors' one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
-    return contextlib.nullcontext()
+    return _HERE
 
 
 def op(

@@ -161,7 +161,8 @@ def decodes(top_k_index: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> boo
     """Whether the slots are so few that their experts hardly repeat and a sort would not pay."""
     tokens, top_k = top_k_index.shape
     few = tokens == 1 or 4 * tokens * top_k <= gate_up_proj.shape[0]
-    return tokens > 0 and few and all(1 in w.stride()[1:] for w in (gate_up_proj, down_proj))
+    by_rows = 1 in gate_up_proj.stride()[1:] and 1 in down_proj.stride()[1:]
+    return tokens > 0 and few and by_rows
 
 
 def _block(
