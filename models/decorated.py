@@ -47,7 +47,8 @@ class _Lent(threading.local):
     Not kept on the module: another thread may run the same one.
     """
 
-    entries: tuple[tuple[nn.Module, str, LowRank], ...] = ()
+    def __init__(self) -> None:  # not of the class: Dynamo's guards take it for absent
+        self.entries: tuple[tuple[nn.Module, str, LowRank], ...] = ()
 
 
 _lent = _Lent()

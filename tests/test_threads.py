@@ -228,6 +228,27 @@ def test_factors_that_nobody_takes_are_computed_by_peft(monkeypatch):
     assert_close(logits(patched, 0), expected)
 
 
+def test_compiled_before_and_after_adapters_were_lent():
+    """A compiled forward looks whether this thread has been lent any: no guard of it may fail."""
+    block, model = tiny_block("qwen3_moe"), adapted("qwen3_moe")
+    moe_patch.patch(block)
+    moe_patch.patch(model)
+    hidden = torch.randn(1, 3, 64)
+    torch._dynamo.reset()
+    compiled = [
+        torch.compile(one, fullgraph=one is block, backend="aot_eager") for one in (block, model)
+    ]
+    with torch.no_grad():
+        expected = block(hidden), model(ids(0)).logits
+        logits(model, 0)
+        for _ in range(2):
+            assert_close(compiled[0](hidden), expected[0])
+            assert_close(compiled[1](ids(0)).logits, expected[1])
+    with ThreadPoolExecutor(1) as pool:
+        assert_close(pool.submit(logits, compiled[1], 0).result(), expected[1])
+    torch._dynamo.reset()
+
+
 def mixtral():
     config = MixtralConfig(
         hidden_size=64, intermediate_size=32, num_local_experts=8, num_experts_per_tok=2
