@@ -344,8 +344,7 @@ class Comparison:
             if not row.passed:
                 return replace(row, tensor=str(how))
         measured = measure(self.twin, family, given, ours, hf, dtype)
-        slack = law.AUTOCAST_SLACK if how.autocast else law.SLACK
-        rows = measured.rows(dtype, _rms(given.x), self.in_fp8, slack)
+        rows = measured.rows(dtype, _rms(given.x), self.in_fp8, how.autocast)
         return _condensed(str(how), rows)
 
     def _before(self, hf: list[Run]) -> dict[str, Tensor]:

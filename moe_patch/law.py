@@ -21,6 +21,7 @@ FP8_RMS_FACTOR = 1.05  # ours and HF's round activations to e4m3 at other places
 FP8_SANE = 0.1  # as SANE, in rms t: e4m3's own errors, not those of the dtype
 SLACK = 1 / 8  # of an eps of the truth's rms, on rms errors
 AUTOCAST_SLACK = 1 / 2  # a float32 tensor that Hugging Face's autocast leaves may be rounded once
+AUTOCAST_SANE = 0.1  # as SANE, in rms t: one element that passes a clamp's limit in half precision
 MIN_TOKENS = 16  # an expert with fewer is judged with the whole tensor only
 MIN_NUMBERS = 128  # with fewer independent errors the factors widen: see `widened`
 
@@ -149,14 +150,17 @@ def why_not(
     guards: bool = True,
     fp8: bool = False,
     numbers: int | None = None,
-    slack: float = SLACK,
+    autocast: bool = False,
 ) -> list[str]:
     """The rules that `errors` breaks, one phrase each. NaN breaks them all. `fp8`: HF's result, and
     perhaps ours, is of activations in FP8. `numbers`: how many independent errors there are, where
-    that is fewer than elements. `slack`: of an eps of the truth's rms, that rms errors may have."""
+    that is fewer than elements. `autocast`: `dtype` is autocast's, inputs and weights may be wider."""
     eps = torch.finfo(dtype).eps
     wide = (FLOAT32_FACTOR if dtype == torch.float32 else 1.0) * widened(numbers)
     rms_factor, max_factor, sane = RMS_FACTOR * wide, MAX_FACTOR * wide, SANE * eps
+    slack = SLACK
+    if autocast:
+        slack, sane = AUTOCAST_SLACK, AUTOCAST_SANE
     if fp8:
         rms_factor, max_factor, sane = FP8_RMS_FACTOR, MAX_FACTOR, FP8_SANE
     truth, ours = errors.rms(errors.truth_square), errors.rms(errors.square[0])
@@ -203,22 +207,22 @@ def row(
     counts: Sequence[int] | None = None,
     fp8: bool = False,
     numbers: int | None = None,
-    slack: float = SLACK,
+    autocast: bool = False,
 ) -> Row:
     """Judges a measured tensor by rules 1 to 4 and, with `counts` of tokens per expert, by 5.
 
-    `parts` is one Errors, or one for each expert in order; `fp8`, `numbers` and `slack` as in
-    `why_not`.
+    `parts` is one Errors, or one for each expert in order; `fp8`, `numbers` and `autocast`
+    as in `why_not`.
     """
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    broken = why_not(total, dtype, x_rms=x_rms, fp8=fp8, numbers=numbers, slack=slack)
+    broken = why_not(total, dtype, x_rms=x_rms, fp8=fp8, numbers=numbers, autocast=autocast)
     note = ""
     if counts is not None:
         judged = {e: parts[e] for e, count in enumerate(counts) if count >= MIN_TOKENS}
         for expert, part in judged.items():
-            why = why_not(part, dtype, guards=False, slack=slack)
+            why = why_not(part, dtype, guards=False, autocast=autocast)
             if why:
                 broken.append(f"expert {expert} ({counts[expert]} tokens): {why[0]}")
                 break

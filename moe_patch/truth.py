@@ -57,7 +57,7 @@ class Measured:
         dtype: torch.dtype,
         x_rms: float,
         in_fp8: tuple[str, ...] = (),
-        slack: float = law.SLACK,
+        autocast: bool = False,
     ) -> list[Row]:
         """The law's verdict on each; FP8's own on the tensors `in_fp8`."""
         wrong = (check for check in self.checks if not check.passed)
@@ -73,7 +73,7 @@ class Measured:
                     counts=self.counts if len(parts) > 1 else None,
                     fp8=name in in_fp8,
                     numbers=self.numbers.get(name),
-                    slack=slack,
+                    autocast=autocast,
                 )
             )
         return rows
