@@ -154,7 +154,7 @@ def why_not(
 ) -> list[str]:
     """The rules that `errors` breaks, one phrase each. NaN breaks them all. `fp8`: HF's result, and
     perhaps ours, is of activations in FP8. `numbers`: how many independent errors there are, where
-    that is fewer than elements. `autocast`: `dtype` is autocast's, inputs and weights may be wider."""
+    that is fewer than elements. `autocast`: `dtype` is that of autocast, and others are wider."""
     eps = torch.finfo(dtype).eps
     wide = (FLOAT32_FACTOR if dtype == torch.float32 else 1.0) * widened(numbers)
     rms_factor, max_factor, sane = RMS_FACTOR * wide, MAX_FACTOR * wide, SANE * eps
