@@ -5,11 +5,13 @@ Much faster than Triton's interpreter, right in bfloat16, and easy to break on p
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from moe_patch import kernels, reference
-from moe_patch.models import decorated, llama4, qwen3_moe, routers
+from moe_patch.models import decorated, llama4, parts, qwen3_moe, routers
 from moe_patch.paths import ran
 
 # `name=`, so that a test file can import a fixture and still name its argument like it
@@ -48,7 +50,8 @@ def use_fixture(monkeypatch):
 
     def put(experts=honest, routing=choose):
         def announced(*args, **more):
-            ran("sorted")
+            if not torch.compiler.is_compiling():
+                ran("sorted")
             return experts(*args, **more)
 
         def sigmoid_scores(logits, top_k):
@@ -63,5 +66,13 @@ def use_fixture(monkeypatch):
         for module in (qwen3_moe, llama4, routers):
             monkeypatch.setattr(module, "select_experts", routing)
 
+    if os.environ.get("TRITON_INTERPRET") != "1":  # kernels do not run on a GPU machine's CPU
+        monkeypatch.setattr(
+            parts,
+            "expert_order",
+            lambda index, experts, _: reference.sort_tokens(index, experts, 16),
+        )
+        monkeypatch.setattr(parts, "grouped_gemm", reference.grouped_gemm)
+        monkeypatch.setattr(parts, "add_bias", reference.add_bias)
     put()
     return put

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -307,6 +308,9 @@ def test_llama4_asks_at_every_forward(change):
         patched(hidden)
 
 
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels' plain twins cannot be compiled"
+)
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh"])
 def test_compiled_experts_see_a_hook(act):
     plain, patched = pair(act)

@@ -360,7 +360,8 @@ def test_fp8_weights_are_refused(device, how):
         elif how == "backward":
             out.sum().backward(create_graph=True)
         else:
-            torch.autograd.grad(out, hidden, torch.ones(2, *out.shape), is_grads_batched=True)
+            many = torch.ones(2, *out.shape, device=device)
+            torch.autograd.grad(out, hidden, many, is_grads_batched=True)
 
 
 def test_nothing_as_large_as_all_experts_is_made_for_each(device):

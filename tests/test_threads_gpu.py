@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -126,6 +127,7 @@ def test_patch_and_unpatch_while_another_thread_runs(family, tokens, device):
         while not stop.is_set():
             moe_patch.unpatch(block)
             moe_patch.patch(block)
+            time.sleep(0.001)  # or the other waits for the interpreter's lock at every launch
         moe_patch.unpatch(block)
 
     def work(thread):
