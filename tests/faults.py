@@ -222,11 +222,6 @@ def one_expert_zero(t, c):
     return t
 
 
-def first_expert_zero(t, c):
-    t[0] = 0
-    return t
-
-
 def transposed(t, c):
     return t.mT.contiguous()
 
@@ -434,10 +429,6 @@ def weighted_behind_the_gate(t, c):
 
 def weighted_before_the_gate_alone(t, c):
     return F.silu(c.gate) * c.up / c.scale
-
-
-def weighted_after(t, c):
-    return F.silu(c.gate / c.scale) * c.up / c.scale * c.scale
 
 
 # of the combination: weights [T, K], slots [T, K, H]
@@ -695,11 +686,6 @@ def groups_interleaved(t, c):
 def one_group_more(t, c):
     t[:, : t.shape[1] // c.num_groups] = False
     return t
-
-
-def by_their_best_alone(t, c):
-    choice = c.scores + (0 if c.bias is None else c.bias)
-    return choice.unflatten(1, (c.num_groups, -1)).amax(-1)
 
 
 def by_their_sum(t, c):

@@ -17,7 +17,7 @@ from hf_blocks import BLOCKS, hf_block
 from pipeline import Pipeline
 from torch import nn
 
-from moe_patch.compare import Comparison
+from moe_patch.compare import MIN_SLOTS_INTERPRETED, Comparison
 from moe_patch.law import Row
 from moe_patch.passes import MANY
 from moe_patch.shapes import Shape, build
@@ -50,8 +50,8 @@ class Question:
     def ask(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Row]:
         """The certificate's rows about whatever is installed."""
         comparison = Comparison(block(self.block, dtype))
-        if self.tokens == 1:  # less than any default: the law widens, and draws take time
-            comparison.min_slots = 16
+        if self.tokens == 1:  # the interpreter's default, or less: the law widens, draws take time
+            comparison.min_slots = 16 if dtype == torch.float32 else MIN_SLOTS_INTERPRETED
         ways = [way for way in MANY if str(way) == self.way]
         assert len(ways) == bool(self.way)
         return comparison.rows(self.tokens, backward=self.backward, seed=seed, ways=ways)[0]
@@ -129,7 +129,7 @@ class Mutant:
     when: When
     question: Question
     float32_alone: bool = False
-    """The fault is a rounding of 16 bits, which float32 alone shows."""
+    """The fault is a rounding of 16 bits, or of that size: float32 alone shows it."""
 
     @property
     def name(self) -> str:
@@ -194,7 +194,8 @@ def _cross(
         for change in changes:
             for when in conditions or (ALWAYS,):
                 question = _question(stage, when, on)
-                yield Mutant(stage, change, when, question, change in ROUNDINGS)
+                small = change in ROUNDINGS or (change, stage[-3:]) == (f.one_element_off, "pre")
+                yield Mutant(stage, change, when, question, small)
 
 
 def _forward() -> Iterator[Mutant]:
