@@ -137,6 +137,11 @@ class Mutant:
         what = f"{self.stage} {self.change.__name__.replace('_', ' ')} {self.when.name}".strip()
         return what if self.question.block == "qwen3" else f"{what} ({self.question.block})"
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether it leaves the forward as it is."""
+        return not (self.stage in FORWARD or self.stage.startswith("decode"))
+
     def pipeline(self) -> Mutated:
         """Code that has this fault."""
         return Mutated(self)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from faults import rounded_to_bfloat16
 from mutants import SECOND, Mutant, Question, block, mutants
 from pipeline import Pipeline
 from torch import Tensor
@@ -24,6 +25,7 @@ MUTANTS = {mutant.name: mutant for mutant in mutants()}
 QUESTIONS = sorted({mutant.question for mutant in MUTANTS.values()}, key=str)
 SAMPLE = [name for name, m in list(MUTANTS.items())[::3] if not m.float32_alone]
 """The third that runs in bfloat16 too."""
+ROUNDED = [name for name, m in MUTANTS.items() if m.change is rounded_to_bfloat16]
 
 KNOWN_SURVIVORS = {
     "saved pre times 0.98 computed again by checkpointing": (
@@ -63,6 +65,11 @@ def test_mutant_fails_in_bfloat16(name):
     fails(MUTANTS[name], torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ROUNDED)
+def test_mutant_that_rounds_to_bfloat16_fails_in_float16(name):
+    fails(MUTANTS[name], torch.float16)
+
+
 def fails(mutant: Mutant, dtype: torch.dtype) -> None:
     """Asserts that rows fail, and those alone that may."""
     pipeline = mutant.pipeline()
@@ -77,6 +84,8 @@ def fails(mutant: Mutant, dtype: torch.dtype) -> None:
         assert "repeat" in failed
     else:
         assert failed.keys() - {"repeat"}, "two runs are the same"
+    if mutant.in_backward:
+        assert not failed.keys() & {"routing", "top_k_weights", "output", "output_no_grad"}
     assert all(failed.values()), "each says why"
 
 
