@@ -74,6 +74,7 @@ class When:
 
 ALWAYS = When()
 INFERENCE = When("without gradients", lambda c: not c.grad, backward=False)
+BESIDE = When("without gradients beside training", lambda c: not c.grad, backward=True)
 TRAINING = When("in training", lambda c: c.grad, backward=True)
 ONE = When("of one token in training", lambda c: c.grad and c.tokens == 1, 1, True)
 FEW = When("of 2 to 8 tokens", lambda c: 2 <= c.tokens <= 8, tokens=7)
@@ -162,8 +163,14 @@ class Mutated(Pipeline):
         if not self.mutant.when.holds(c):
             return value
         wrong = self.mutant.change(value.clone(), c)
-        self.changed = self.changed or stage == "decode index" or not torch.equal(wrong, value)
+        self.changed = self.changed or stage == "decode index" or _differ(wrong, value)
         return wrong
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.requires_grad) != (other.dtype, other.requires_grad):
+        return True
+    return not torch.equal(one, other)
 
 
 FORWARD = {
@@ -171,6 +178,7 @@ FORWARD = {
     "shares", "weights", "expert_offsets", "row_to_slot", "slot_to_row", "token of row",
     "row weights", "x rows", "gate_up weights", "pre", "act", "down weights", "rows",
     "out weights", "out slots", "out", "returned", "dense scores",
+    "returned logits", "returned index",
 }  # fmt: skip
 
 
@@ -277,6 +285,7 @@ def _forward() -> Iterator[Mutant]:
     )  # fmt: skip
     yield from _cross("out", (f.rolled, f.last_row_zero), ODD, TRAINING, DROPPED, DROPPED_ALONE)
     yield from _cross("out", (f.last_element_off,), SECOND, MORE)
+    yield from _cross("out | decode out", (times(0.98), f.last_element_off, lost(8)), BESIDE)
     yield from _cross("out slots", (f.dropped_rows_counted,), DROPPED, DROPPED_ALONE)
     yield from _cross("slot_to_row", (f.dropped_are_counted,), DROPPED, DROPPED_ALONE)
 
@@ -460,6 +469,7 @@ def _routing() -> Iterator[Mutant]:
     )  # fmt: skip
     yield from _cross("index", (f.one_token_astray,))
     yield from _cross("choice", (f.best_left_out, f.columns_rolled), INFERENCE, ONE, MORE)
+    yield from _cross("choice", (f.best_left_out,), BESIDE)
     yield from _cross("scores", (f.sigmoid_instead, f.rounded_to_bfloat16))
     yield from _cross("total", (f.not_renormalised,))
     yield from _cross(
@@ -500,6 +510,9 @@ def _routing() -> Iterator[Mutant]:
     )
     yield from _cross("d_logits", (f.zeros, times(0.98), f.one_element_off, f.rolled), **on)
     yield from _cross("weights | d_logits", (times(0.98),), ONE, **on)
+    yield from _cross("weights", (times(0.98),), BESIDE, **on)
+    yield from _cross("group mask", (f.groups_ignored,), BESIDE, **on)
+    yield from _cross("returned logits", (f.detached, times(1.01)), TRAINING, **on)
     # softmax, groups by their best, scale, no renormalisation
     on = {"on": "deepseek_v2"}
     yield from _cross("scores", (f.sigmoid_instead,), **on)
@@ -511,6 +524,10 @@ def _routing() -> Iterator[Mutant]:
     yield from _cross("d_shares", (f.not_scaled,), **on)
     # softmax of all, renormalised
     yield from _cross("weights", (times(0.98), f.flipped), on="mixtral")
+    yield from _cross("weights", (times(0.98), f.one_NaN), BESIDE, on="mixtral")
+    yield from _cross("choice", (f.best_left_out,), BESIDE, on="mixtral")
+    yield from _cross("returned logits", (f.detached, f.plus_one), TRAINING, on="mixtral")
+    yield from _cross("returned index", (f.narrowed,), TRAINING, on="mixtral")
     yield from _cross("d_logits", (times(0.98), f.zeros), on="mixtral")
     # sigmoid, no renormalisation
     on = {"on": "llama4"}
@@ -520,6 +537,8 @@ def _routing() -> Iterator[Mutant]:
     yield from _cross(
         "dense scores", (f.all_experts_shown, f.in_wrong_columns, f.zeros, times(0.9)), **on
     )
+    yield from _cross("dense scores", (f.zeros,), BESIDE, **on)
+    yield from _cross("weights", (times(0.98),), BESIDE, **on)
     yield from _cross("sigmoid'", (f.score_itself, f.complement_alone, f.ones), **on)
     yield from _cross("d_logits", (times(0.98), f.zeros, f.rolled, f.one_element_off), **on)
 

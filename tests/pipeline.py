@@ -53,12 +53,25 @@ class Pipeline:
                 (qwen3_moe, "select_experts", self.select_experts),
                 (llama4, "select_experts", self.select_experts),
                 (routers, "select_experts", self.select_experts),
+                (routers.Rule, "run", self.route(routers.Rule.run)),
                 (llama4, "sigmoid_scores", self.sigmoid_scores),
             ):
                 stack.enter_context(mock.patch.object(module, name, function))
             yield
 
     # Routing
+
+    def route(self, run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        """A routers.Rule's `run`: what a router of its family returns."""
+
+        def returned(rule: routers.Rule, *args: Any) -> tuple[Tensor, ...]:
+            logits, weights, index = run(rule, *args)[:: -1 if rule.index_first else 1]
+            c = SimpleNamespace(tokens=len(index), grad=torch.is_grad_enabled())
+            logits = self.at("returned logits", logits, c)
+            index = self.at("returned index", index, c)
+            return (logits, weights, index)[:: -1 if rule.index_first else 1]
+
+        return returned
 
     def select_experts(
         self,
