@@ -1,7 +1,7 @@
 """The certificate fails every mutant of the fused pipeline, and passes the pipeline itself.
 
-Each mutant has one fault, in one stage, under one condition (mutants.py), and is asked about by one
-question of those that check_parity asks by default.
+Each mutant has one fault, in one stage, under one condition (mutant.py, mutants.py), and one
+question that must see it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import replace
 import pytest
 import torch
 from faults import rounded_to_bfloat16
-from mutants import BESIDE, SECOND, Mutant, Question, block, mutants
+from mutant import BESIDE, SECOND, Mutant, Question, block
+from mutants import mutants
 from pipeline import Pipeline
 from torch import Tensor
 

@@ -33,7 +33,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mutants import block
+from mutant import block
 from pipeline import Pipeline
 
 from moe_patch.compare import MIN_SLOTS, MIN_SLOTS_INTERPRETED, Comparison
