@@ -298,7 +298,7 @@ def _weight_on_input() -> Iterator[Mutant]:
     yield from _cross(
         "d_hidden | d_down_proj | d_gate_up_proj", (times(0.98), f.one_element_off), on="llama4"
     )
-    yield from _cross("d_hidden | d_weights", (f.zeros, times(0.98)), ONE, on="llama4")
+    yield from _cross("d_hidden | d_weights", (f.zeros, times(0.95)), ONE, on="llama4")
 
 
 def _routing() -> Iterator[Mutant]:
