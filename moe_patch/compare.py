@@ -73,6 +73,13 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(z.contiguous().view(torch.uint8) for z in (a, b)))
 
 
+def _without_gradients(alone: Run) -> Run:
+    """What a run without gradients adds to one in training."""
+    own = {k: v for k, v in alone.items() if k.endswith("_no_grad")}
+    outputs = (k for k in alone if k.startswith("router output"))
+    return own | {f"{k}, no gradients": alone[k] for k in outputs}
+
+
 class Comparison:
     """A block beside Hugging Face's, ready to be compared at any number of tokens.
 
@@ -186,9 +193,17 @@ class Comparison:
                             self.router.run(given.x, seed + draws, backward) for _ in range(2)
                         )
                     errors, numbers, row = self.router.measure(first, self.dtype)
+                    new.checks.append(row)
+                    if backward:
+                        with passes.arranged(self.ours, INFERENCE, given):
+                            alone = self.router.run(given.x, seed + draws, False)
+                        found, _, row = self.router.measure(alone, self.dtype)
+                        errors["top_k_weights"] = [
+                            errors["top_k_weights"][0] + found["top_k_weights"][0]
+                        ]
+                        new.checks.append(row)
                     new.tensors |= errors
                     new.numbers |= numbers
-                    new.checks.append(row)
                     repeat = _repeat(first, again) if repeat.passed else repeat
                 if measured is None:
                     extra = [
@@ -213,7 +228,8 @@ class Comparison:
             return alone
         run = passes.run(self.ours, self.family, given, TRAINING)
         run["returned"] |= {f"{k}, no gradients": v for k, v in alone["returned"].items()}
-        return run | {"output_no_grad": alone["output"], "index_no_grad": alone["index"]}
+        alone["output_no_grad"], alone["index_no_grad"] = alone["output"], alone["index"]
+        return run | _without_gradients(alone)
 
     def _run_baselines(self, given: Inputs, how: Pass, family: Family | None = None) -> list[Run]:
         runs, family = [], family or self.family
@@ -221,8 +237,10 @@ class Comparison:
             try:
                 run = passes.run(block, family, given, how)
                 if how == TRAINING:
-                    alone = passes.run(block, family, given, INFERENCE)["returned"]
-                    run["returned"] |= {f"{k}, no gradients": v for k, v in alone.items()}
+                    alone = passes.run(block, family, given, INFERENCE)
+                    returned = alone["returned"].items()
+                    run["returned"] |= {f"{k}, no gradients": v for k, v in returned}
+                    run |= _without_gradients(alone)
                 runs.append(run)
             except Exception as error:
                 # FP8's kernels are fetched, which fails in many ways
@@ -263,6 +281,8 @@ class Comparison:
             return self.whole.rows(given, self.dtype, backward)
         except Exception as error:  # it is no block but a decoder layer, say
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if self.whole.runs(given):
+                return [Row("block output", False, note=f"the patched block raises: {reason}")]
             self.refused["block output"] = f"it does not run on hidden_states alone: {reason}"
             return []
 
@@ -330,12 +350,14 @@ class Comparison:
         if how.accumulate:
             hf = [self._added(run, given) for run in base_hf]
         elif how.sentinels:
-            runs = self._run_baselines(self._legal(given), how, family)
-            hf = [self._drop(run, given) for run in runs]
+            valid = passes.valid(given.index, self.num_experts)
+            runs = self._run_baselines(passes.legal(given, valid), how, family)
+            hf = [passes.drop(run, valid) for run in runs]
         else:
-            hf = self._run_baselines(given, how, family)
+            # what checkpointing computes again would not have its choice forced again
+            hf = self._run_baselines(given, replace(how, checkpoint=False), family)
         if how.sentinels and how.backward:
-            stray = law.first(ours["d_top_k_weights"].masked_fill(self._valid(given.index), 0) != 0)
+            stray = law.first(ours["d_top_k_weights"].masked_fill(valid, 0) != 0)
             if stray is not None:
                 note = f"a dropped slot has a gradient, at {list(stray)}"
                 return Row(str(how), False, note=note)
@@ -370,21 +392,6 @@ class Comparison:
         index.view(-1)[::3] = self.num_experts
         given.index, given.weights = index, base["weights"].to(given.x.dtype)
         return replace(self.family, router=None, shared_expert=False), given
-
-    def _valid(self, index: Tensor) -> Tensor:
-        return (index >= 0) & (index < self.num_experts)
-
-    def _legal(self, given: Inputs) -> Inputs:
-        """The same without sentinels: a weight of zero instead."""
-        valid = self._valid(given.index)
-        index, weights = given.index.where(valid, 0), given.weights.where(valid, 0)
-        return replace(given, index=index, weights=weights)
-
-    def _drop(self, run: Run, given: Inputs) -> Run:
-        if "d_top_k_weights" not in run:
-            return run
-        valid = self._valid(given.index)
-        return run | {"d_top_k_weights": run["d_top_k_weights"].where(valid, 0)}
 
     # Inputs
 

@@ -80,6 +80,15 @@ class BlockComparison:
                 rows.append(law.row(f"block {name}{note}", parts, dtype))
         return rows
 
+    def runs(self, given: Inputs) -> bool:
+        """Whether Hugging Face's code runs on hidden_states alone."""
+        try:
+            with passes.arranged(self.baselines[0], INFERENCE, given):
+                self.baselines[0](given.x[None])
+        except Exception:
+            return False
+        return True
+
 
 def _run(
     block: nn.Module, given: Inputs, how: Pass, routing: tuple[Tensor, Tensor] | None = None

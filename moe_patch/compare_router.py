@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import law, reference
+from . import law, passes, reference
 from .law import Errors, Row
 from .models.routers import FusedRouter
 
@@ -71,6 +71,18 @@ def _groups_apart(logits: Tensor, margin: float, choice: dict[str, Any]) -> Tens
     return found[:, kept - 1] - found[:, kept] > margin
 
 
+def _wrong_outputs(ours: dict[str, Any], hf: dict[str, Any], dtype: torch.dtype) -> Row | None:
+    """A row if a router returns other types, dtypes or shapes than Hugging Face's, or logits."""
+    if ours["returned"] != hf["returned"]:
+        note = f"the router returns {ours['returned']}, and Hugging Face's {hf['returned']}"
+        return Row("routing", False, note=note)
+    error = (ours["logits"].double() - hf["logits"].double()).square().mean().sqrt()
+    size = hf["logits"].double().square().mean().sqrt()
+    if not error <= 8 * torch.finfo(dtype).eps * size:
+        return Row("routing", False, note="the router's logits are not Hugging Face's")
+    return None
+
+
 def find_router(block: nn.Module) -> str | None:
     """The name of the router in a patched block that follows a rule."""
     found = (name for name, module in block.named_modules() if isinstance(module, FusedRouter))
@@ -110,7 +122,9 @@ class RouterComparison:
         how = {name: value for name, value in options.items() if name in _WEIGHTS}
         choice = {name: value for name, value in options.items() if name not in _WEIGHTS[1:]}
         truth, theirs = (self._truth(ours, run["index"], how, backward) for run in (ours, hf))
-        row = routing(ours["index"], ours["logits"], truth.pop("logits"), dtype, choice)
+        exact = truth.pop("logits")
+        row = _wrong_outputs(ours, hf, dtype)
+        row = row or routing(ours["index"], ours["logits"], exact, dtype, choice)
         for run, exact in ((ours, truth), (hf, theirs)):  # of the logits that each of them had
             own = reference.expert_weights(run["logits"].double(), run["index"], **how)
             exact["top_k_weights"] = own
@@ -142,7 +156,8 @@ class RouterComparison:
             leaves = {"d_router_inputs": x, "d_router": router.weight}
             d_weights = given["d_scores"].gather(1, index).to(weights.dtype)
             run |= zip(leaves, torch.autograd.grad(weights, [*leaves.values()], d_weights))
-        return {name: tensor.detach() for name, tensor in run.items()}
+        run = {name: tensor.detach() for name, tensor in run.items()}
+        return run | {"returned": passes.describe(found)}
 
     def _truth(
         self, given: dict[str, Tensor], index: Tensor, how: dict[str, Any], backward: bool

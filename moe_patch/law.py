@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 RMS_FACTOR, MAX_FACTOR = 1.0, 1.5
-FLOAT32_FACTOR = 2.0  # on both: the order of a float32 sum is ours to choose
+FLOAT32_FACTOR, FLOAT32_MAX = 2.0, 4.0  # on these: the order of a float32 sum is ours to choose
 SANE = 8.0  # h may be this many eps * rms t away from the truth
+FLOAT32_SANE = 2.0**10  # the same in float32, where gradients that cancel lose digits: not TF32's
 ALIVE = 1e-2  # rms t / rms x of an output
 FP8_RMS_FACTOR = 1.05  # ours and HF's round activations to e4m3 at other places, equally well
 FP8_SANE = 0.1  # as SANE, in rms t: e4m3's own errors, not those of the dtype
@@ -55,6 +56,7 @@ class Errors:
     largest_at: tuple[int, ...] | None = None
     masks: list[tuple[int, ...] | None] | None = None  # where ours differs from each of HF's
     stray: tuple[int, ...] | None = None  # a gradient that should be exactly 0 and is not
+    truth_fourth: float = 0.0
 
     def __add__(self, other: Errors) -> Errors:
         if not other.square or not self.square:
@@ -69,7 +71,17 @@ class Errors:
             largest_at=max(self, other, key=lambda part: part.largest[0]).largest_at,
             masks=[a if a is not None else b for a, b in zip(self.masks, other.masks)],
             stray=self.stray or other.stray,
+            truth_fourth=self.truth_fourth + other.truth_fourth,
         )
+
+    @property
+    def numbers(self) -> float:
+        """How many numbers of one size would weigh as much: few where some are much the largest.
+
+        Rounding errors are as large as what is rounded, so that this is Satterthwaite's number of
+        degrees of freedom of a sum of their squares.
+        """
+        return self.truth_square**2 / self.truth_fourth if self.truth_fourth else math.inf
 
     def rms(self, square: float) -> float:
         return math.sqrt(square / max(self.count, 1))
@@ -111,6 +123,7 @@ def measure(
         largest=largest,
         largest_at=largest_at,
         masks=[None if all_finite else _differ(ours, hf, at) for hf in baselines],
+        truth_fourth=float(kept.square().square().sum()),
     )
 
 
@@ -156,11 +169,13 @@ def why_not(
     perhaps ours, is of activations in FP8. `numbers`: how many independent errors there are, where
     that is fewer than elements. `autocast`: `dtype` is that of autocast, and others are wider."""
     eps = torch.finfo(dtype).eps
-    wide = (FLOAT32_FACTOR if dtype == torch.float32 else 1.0) * widened(numbers)
-    rms_factor, max_factor, sane = RMS_FACTOR * wide, MAX_FACTOR * wide, SANE * eps
-    slack = SLACK
+    numbers = min(MIN_NUMBERS if numbers is None else numbers, errors.numbers)
+    wide, exact = widened(numbers), dtype == torch.float32
+    rms_factor = RMS_FACTOR * wide * (FLOAT32_FACTOR if exact else 1)
+    max_factor = MAX_FACTOR * wide * (FLOAT32_MAX if exact else 1)
+    sane, slack = (FLOAT32_SANE if exact else SANE) * eps, SLACK
     if autocast:
-        slack, sane = AUTOCAST_SLACK, AUTOCAST_SANE
+        sane, slack = AUTOCAST_SANE, AUTOCAST_SLACK
     if fp8:
         rms_factor, max_factor, sane = FP8_RMS_FACTOR, MAX_FACTOR, FP8_SANE
     truth, ours = errors.rms(errors.truth_square), errors.rms(errors.square[0])
@@ -183,7 +198,7 @@ def why_not(
     return broken
 
 
-def widened(numbers: int | None) -> float:
+def widened(numbers: float | None) -> float:
     """How much more than the law's factors an honest ratio of two rms may be by luck alone.
 
     Both are over `numbers` independent errors, so that their squares' ratio follows Fisher's F: the

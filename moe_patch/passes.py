@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,6 +114,23 @@ class Force(TorchFunctionMode):
             scores = args[0] if args else kwargs["input"]
             return torch.return_types.topk((scores.gather(-1, self.index), self.index))
         return func(*args, **(kwargs or {}))
+
+
+def valid(index: Tensor, num_experts: int) -> Tensor:
+    """Which slots [T, K] go to an expert."""
+    return (index >= 0) & (index < num_experts)
+
+
+def legal(given: Inputs, valid: Tensor) -> Inputs:
+    """The same inputs without sentinels: a weight of zero instead."""
+    return replace(given, index=given.index.where(valid, 0), weights=given.weights.where(valid, 0))
+
+
+def drop(run: Run, valid: Tensor) -> Run:
+    """A run on `legal` inputs, with no gradient for the weights of dropped slots."""
+    if "d_top_k_weights" not in run:
+        return run
+    return run | {"d_top_k_weights": run["d_top_k_weights"].where(valid, 0)}
 
 
 def autocast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

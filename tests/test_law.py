@@ -119,7 +119,8 @@ def test_same_infinities_pass_and_others_do_not():
 
 def test_insane_baseline_is_no_excuse(case):
     ours, hf, truth, dtype = case
-    off = (hf.double() * (1 + 20 * torch.finfo(dtype).eps)).to(dtype)
+    far = 2000 if dtype == torch.float32 else 20  # float32 gradients that cancel lose digits
+    off = (hf.double() * (1 + far * torch.finfo(dtype).eps)).to(dtype)
     row = judge("output", ours, [off], truth)
     assert not row.passed and "nothing to judge by" in row.note
 

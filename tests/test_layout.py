@@ -83,7 +83,7 @@ ARROWS = {
 BENEATH = {"", "kernels", "law", "models", "models.*", "patcher", "reference", "shapes", "experts"}
 ARROWS |= {
     "shadow": BENEATH | {"emulate", "fp8", "precision"},
-    "compare_router": BENEATH,
+    "compare_router": BENEATH | {"passes"},
     "passes": BENEATH | {"shadow"},
     "truth": BENEATH | {"compare_router", "passes", "shadow"},
     "compare_block": BENEATH | {"passes", "shadow", "truth"},

@@ -29,42 +29,6 @@ SAMPLE = [name for name, m in list(MUTANTS.items())[::3] if not m.float32_alone]
 """The third that runs in bfloat16 too."""
 ROUNDED = [name for name, m in MUTANTS.items() if m.change is rounded_to_bfloat16]
 
-_BESIDE = (
-    "a router that follows a rule is judged in training alone when gradients are asked for: "
-    "inference has other code"
-)
-_RETURNED = "of what such a router returns, types and dtypes are not looked at, nor its logits"
-KNOWN_SURVIVORS = {
-    "saved pre times 0.98 computed again by checkpointing": (
-        "no row: the comparison with Hugging Face's code under checkpointing ends in a "
-        "CheckpointError, since the choice that is forced on its router is not forced when it is "
-        "computed again"
-    ),
-    "dense scores zeros without gradients beside training (llama4)": (
-        "what a router returns besides the routing is compared in training alone when gradients "
-        "are asked for"
-    ),
-    "weights times 0.98 without gradients beside training (mixtral)": _BESIDE,
-    "weights one NaN without gradients beside training (mixtral)": _BESIDE,
-    "choice best left out without gradients beside training (mixtral)": _BESIDE,
-    "weights times 0.98 without gradients beside training (deepseek_v3)": _BESIDE,
-    "group mask groups ignored without gradients beside training (deepseek_v3)": _BESIDE,
-    "returned logits detached in training (mixtral)": _RETURNED,
-    "returned logits detached in training (deepseek_v3)": _RETURNED,
-    "returned logits plus one in training (mixtral)": _RETURNED,
-    "returned index narrowed in training (mixtral)": (
-        _RETURNED + "; the block's own failure counts as one of Hugging Face's"
-    ),
-}
-"""Mutants that the certificate does not fail, and why."""
-
-
-def case(name: str) -> object:
-    """A mutant's name; one that is known to survive must go on surviving, or leave the list."""
-    reason = KNOWN_SURVIVORS.get(name)
-    marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
-    return pytest.param(name, marks=marks)
-
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:]
@@ -77,12 +41,12 @@ def test_honest_pipeline_passes(question, dtype):
     assert question.way in {"", *(row.tensor for row in rows)}
 
 
-@pytest.mark.parametrize("name", [case(name) for name in MUTANTS])
+@pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_fails(name):
     fails(MUTANTS[name], torch.float32)
 
 
-@pytest.mark.parametrize("name", [case(name) for name in SAMPLE])
+@pytest.mark.parametrize("name", SAMPLE)
 def test_mutant_fails_in_bfloat16(name):
     fails(MUTANTS[name], torch.bfloat16)
 
