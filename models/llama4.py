@@ -115,8 +115,9 @@ def _routed(block: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor
     if choice is not None:
         try:
             return block.experts(hidden_states, *choice), router_logits
-        except TypeError:  # unpatched meanwhile by another thread: HF's take no routing
-            if _find(block.experts, Llama4TextExperts) is not None:
+        except TypeError as error:
+            # unpatched meanwhile by another thread, and perhaps patched again: HF's take no routing
+            if "positional argument" not in str(error):
                 raise
     num_experts = router_scores.shape[1]
     rows = hidden_states.repeat(num_experts, 1) * router_scores.T.reshape(-1, 1)  # [E * T, H]

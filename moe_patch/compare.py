@@ -47,7 +47,8 @@ MIN_SLOTS_INTERPRETED = 32
 law widens its factors for fewer than MIN_SLOTS."""
 
 
-_COUNTS = (1, 7, 25, 100, 200, 400, 800, 1600, 3200, 4800, 8192)
+_COUNTS = (1, 7, 50, 200, 1000, 3200, 8192)
+"""Numbers of tokens that are tried, on a GPU. Each that is taken compiles its kernels."""
 
 
 def _rms(x: Tensor) -> float:
@@ -142,11 +143,10 @@ class Comparison:
 
     def token_counts(self) -> list[int]:
         """Numbers of tokens on both sides of every switch between code paths, up to 8192."""
-        slots = [1, 7, 80] if self.device.type == "cpu" else _COUNTS
         experts = find_experts(self.twin)
         up, down = (getattr(experts, name) for name in projections(experts)[:2])
         counts, seen = [], set()
-        for count in slots:
+        for count in (1, 7, 80) if self.device.type == "cpu" else _COUNTS:
             ways = kernels.ways(count, self.top_k, up, down, self.dtype)
             if not set(ways) <= seen:
                 counts.append(count)
