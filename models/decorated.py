@@ -42,7 +42,7 @@ ENABLED = is_on(os.environ.get("MOE_PATCH"))
 
 
 class _Lent(threading.local):
-    """What LoRA lends in this thread to experts that it calls: (experts, parameter, factors) each.
+    """Updates that LoRA lends to experts it calls in this thread: (experts, parameter, factors).
 
     Not kept on the module: another thread may run the same one.
     """

@@ -1,4 +1,4 @@
-"""What a fused class stands for: Hugging Face's class, and the functions of it that it replaces.
+"""The Hugging Face class that a fused one stands for, and the functions of it that it replaces.
 
 People replace functions on Hugging Face's classes, before a model is patched or after, and they
 keep forwards of modules that are unpatched later. Both are theirs to decide: a fused forward asks
@@ -26,7 +26,7 @@ class Fused:
     stands_for: type[nn.Module]
     """Hugging Face's class, which `unpatch` puts back."""
     functions: tuple[tuple[str, Callable[..., Any]], ...]
-    """Those of Hugging Face's class that the fused one replaces or was recognised by."""
+    """Functions of Hugging Face's class that the fused one replaces or was recognised by."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

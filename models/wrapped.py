@@ -1,4 +1,4 @@
-"""What engines put around a module without replacing it.
+"""Classes and forwards that engines put around a module without replacing it.
 
 torch's fully_shard and torch.nn.utils.parametrize give the module a class of their own, derived
 from the module's; transformers' plans put a forward on the instance, which calls the one that it

@@ -63,8 +63,8 @@ def stored(weight: Tensor) -> tuple[Tensor, bool]:
 
 
 def leaf(weight: Tensor, parameter: Tensor, transposed: bool) -> Leaf | None:
-    """Of a weight and what `stored` found; None when it is computed from something else, or needs
-    no gradient."""
+    """The leaf behind a weight, by what `stored` found; None when the weight is computed from
+    something else, or needs no gradient."""
     if torch.compiler.is_compiling() or not (weight.requires_grad and parameter.is_leaf):
         return None
     return Leaf(parameter, weakref.ref(weight) if transposed else None)

@@ -75,7 +75,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _without_gradients(alone: Run) -> Run:
-    """What a run without gradients adds to one in training."""
+    """Entries that a run without gradients adds to one in training."""
     own = {k: v for k, v in alone.items() if k.endswith("_no_grad")}
     outputs = (k for k in alone if k.startswith("router output"))
     return own | {f"{k}, no gradients": alone[k] for k in outputs}

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import small
 import torch
 from faults import Change
-from hf_blocks import BLOCKS, hf_block
 from pipeline import Pipeline
 from torch import nn
 
@@ -31,8 +31,8 @@ SHAPES = {
 
 def block(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     """A tiny block of Hugging Face's."""
-    if name in BLOCKS:
-        return hf_block(name, dtype, seed)
+    if name in small.BLOCKS:
+        return small.block(name, dtype, seed)
     return build(SHAPES[name], dtype=dtype, seed=seed)
 
 

@@ -92,13 +92,14 @@ _BLOCK_MORE = {
 }  # fmt: skip
 
 
-def block(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A bare block of one of BLOCKS, every parameter and buffer random."""
+def block(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """A bare block of one of BLOCKS in eval mode, every parameter and buffer random."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     config, cls = (getattr(module, name) for name in BLOCKS[family])
-    torch.manual_seed(0)
     more = MORE.get(family, {}) | _BLOCK_MORE.get(family, {})
-    made = cls(shrink(config(), {"num_experts": 8, "num_experts_per_tok": 2, **more}))
-    for name, tensor in (*made.named_parameters(), *made.named_buffers()):
-        nn.init.normal_(tensor, std=0.3 if "bias" in name else 0.15)
-    return made.to(dtype)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        made = cls(shrink(config(), {"num_experts": 8, "num_experts_per_tok": 2, **more}))
+        for name, tensor in (*made.named_parameters(), *made.named_buffers()):
+            nn.init.normal_(tensor, std=0.3 if "bias" in name else 0.15)
+    return made.to(dtype).eval()
