@@ -69,7 +69,7 @@ def is_plain(act_fn: Any) -> bool:
     own = act_fn.__dict__
     if type(act_fn).forward is not forward or "forward" in own:
         return False
-    return not (
+    found = (
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
@@ -79,6 +79,21 @@ def is_plain(act_fn: Any) -> bool:
         or hooks._global_backward_hooks
         or hooks._global_backward_pre_hooks
     )
+    return not found or _all_of_deepspeed(act_fn)
+
+
+_KINDS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+
+
+def _all_of_deepspeed(act_fn: nn.Module) -> bool:
+    """Whether every hook is DeepSpeed's, which brings modules their parameters: here are none."""
+    found = [
+        hook
+        for kind in _KINDS
+        for each in (getattr(act_fn, f"_{kind}"), getattr(hooks, f"_global_{kind}"))
+        for hook in each.values()
+    ]
+    return all(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in found)
 
 
 def activation_of(experts: nn.Module) -> str | None:

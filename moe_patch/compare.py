@@ -22,6 +22,7 @@ from .patcher import patch
 from .paths import recorded
 from .shadow import (
     Family,
+    adapted,
     family_of,
     find_experts,
     hugging_face,
@@ -125,11 +126,13 @@ class Comparison:
         if name is not None:
             hf = next(iter(self.baselines.values())).get_submodule(name)
             self.router = RouterComparison(self.ours.get_submodule(name), hf)
+        self.refused: dict[str, str] = {}  # what did not run, and why
         self.whole = None
-        if self.family.router is None and find_experts(self.ours) is not self.ours:
+        if adapted(self.ours):
+            self.refused["block output"] = "PEFT's adapters are no part of the truth"
+        elif self.family.router is None and find_experts(self.ours) is not self.ours:
             ways = list(self.baselines.values())
             self.whole = BlockComparison(self.ours, self.twin, ways, self.family)
-        self.refused: dict[str, str] = {}  # Hugging Face's ways that do not run here, and why
         self.paths: set[str] = set()  # which of our ways through the experts ran
         self.min_slots = MIN_SLOTS
 

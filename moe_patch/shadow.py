@@ -109,8 +109,7 @@ class Family:
 def family_of(block: nn.Module) -> Family:
     """The family whose float64 truth is known; the bare experts of any other."""
     names = {cls.__name__ for cls in type(block).__mro__}
-    classes = (cls for child in block.modules() for cls in type(child).__mro__)
-    if any(cls.__module__.startswith("peft.") for cls in classes):
+    if adapted(block):
         return Family()  # adapters are no part of the truth
     if "Llama4TextMoe" in names:
         return Family("router", 1, "sigmoid", weight_on="input", shared_expert=True)
@@ -122,6 +121,12 @@ def family_of(block: nn.Module) -> Family:
     plain = experts.has_gate and experts.is_concatenated and not experts.has_bias
     known = activation_of(experts) if plain and not normalises(experts) else None
     return Family(activation=known or "silu", own_gate=known is None)
+
+
+def adapted(block: nn.Module) -> bool:
+    """Whether PEFT has put adapters into the block."""
+    classes = (cls for child in block.modules() for cls in type(child).__mro__)
+    return any(cls.__module__.startswith("peft.") for cls in classes)
 
 
 def find_experts(block: nn.Module) -> nn.Module | None:

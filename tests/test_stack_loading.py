@@ -45,7 +45,9 @@ def imported_with(version, monkeypatch):
     spec = importlib.util.spec_from_file_location(
         "moe_patch_again", path, submodule_search_locations=[str(path.parent)]
     )
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "moe_patch_again", module)  # it imports its own files
+    spec.loader.exec_module(module)
 
 
 @pytest.mark.parametrize(
