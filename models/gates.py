@@ -79,18 +79,18 @@ def is_plain(act_fn: Any) -> bool:
         or hooks._global_backward_hooks
         or hooks._global_backward_pre_hooks
     )
-    return not found or _all_of_deepspeed(act_fn)
+    return not found or all_of_deepspeed(act_fn)
 
 
 _KINDS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
-def _all_of_deepspeed(act_fn: nn.Module) -> bool:
-    """Whether every hook is DeepSpeed's, which brings modules their parameters: here are none."""
+def all_of_deepspeed(module: nn.Module) -> bool:
+    """Whether every hook is DeepSpeed's, which bring parameters and leave the numbers alone."""
     found = [
         hook
         for kind in _KINDS
-        for each in (getattr(act_fn, f"_{kind}"), getattr(hooks, f"_global_{kind}"))
+        for each in (getattr(module, f"_{kind}"), getattr(hooks, f"_global_{kind}"))
         for hook in each.values()
     ]
     return all(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in found)

@@ -17,6 +17,7 @@ from transformers.models.llama4 import modeling_llama4 as hf
 from ..experts import fused_experts
 from ..routing import select_experts, sigmoid_scores
 from .decorated import low_rank_updates, runs_fused, warn_once, why_not_silu, why_not_weights
+from .gates import all_of_deepspeed
 from .original import Fused, intact, own_forward, why_replaced
 from .overlap import both
 from .wrapped import hooked_by_plan, replaced_forward
@@ -156,7 +157,7 @@ def _wrote(router: nn.Module) -> bool:
     if not isinstance(router, Llama4Router) or not intact(router):
         return False
     own = router.__dict__
-    if router._forward_hooks or hooks._global_forward_hooks:
+    if (router._forward_hooks or hooks._global_forward_hooks) and not all_of_deepspeed(router):
         return False
     return "forward" not in own or "_hf_hook" in own
 
