@@ -247,7 +247,8 @@ def _reads_little(cls: type[nn.Module]) -> bool:
 
 def _methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
     own = {name: value for name, value in vars(cls).items() if isinstance(value, FunctionType)}
-    return {name: method for name, method in own.items() if name != "__init__"}
+    # DeepSpeed's zero.Init leaves a copy of __init__ behind
+    return {n: method for n, method in own.items() if n not in ("__init__", "_old_init")}
 
 
 def _follows(cls: type[nn.Module], rule: Rule) -> bool:
