@@ -383,7 +383,7 @@ class Comparison:
         return before
 
     def _added(self, run: Run, given: Inputs) -> Run:
-        """What autograd would have added of that run's gradients."""
+        """The run with what autograd would have added to each `.grad`."""
         return run | {
             f"d_{name}": Added(before + run[f"d_{name}"], before)
             for name, before in given.before.items()

@@ -1,4 +1,4 @@
-"""Where kernels cannot follow PyTorch, and gradients that can themselves be differentiated there.
+"""Fallbacks where kernels cannot follow PyTorch, and gradients that can be differentiated again.
 
 The kernels compute values and first gradients. Second derivatives, forward-mode AD, torch.func and
 torch.jit.trace need operators that PyTorch knows: the plain twins in reference.py, or Hugging

@@ -225,8 +225,8 @@ def _gradients(
     need: list[bool],
     leaves: tuple[Leaf | None, Leaf | None],
 ) -> list[Tensor | None]:
-    """As `_experts_backward`; None if not needed, or for a weight whose gradient will be added to
-    its leaf's .grad.
+    """Gradients as `_experts_backward` has them; None if not needed, or for a weight whose gradient
+    will be added to its leaf's .grad.
 
     With y = x (W + B A)^T: dA = (dy B)^T x, dB = dy^T (x A^T), and dx = dy W + (dy B) A is a
     product with the transposed weight and its low-rank update A^T B^T.

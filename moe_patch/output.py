@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 120
-"""Of a table that goes to a file or a pipe."""
+"""Columns of a table that goes to a file or a pipe."""
 _FIRST = 8
 """Least width of the first column, which names the row: beneath it, only numbers count."""
 

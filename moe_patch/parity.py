@@ -43,7 +43,7 @@ class ParityReport:
     sections: list[Section]
     environment: str
     skipped: list[str] = field(default_factory=list)
-    """What was not checked, and why."""
+    """Lines about what was not checked, with the reason."""
     paths: list[str] = field(default_factory=list)
     """The ways through the experts that ran, of `moe_patch.paths.PATHS`."""
 

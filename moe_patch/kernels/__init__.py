@@ -50,7 +50,7 @@ def _release(version: str) -> tuple[int, ...]:
 def ways(
     tokens: int, top_k: int, gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype
 ) -> tuple[str, ...]:
-    """Which code paths the sizes choose, for the weights [E, N, K] of `fused_experts` or [E, K, N].
+    """Names of the code paths that sizes choose, for weights [E, N, K] or stored [E, K, N].
 
     Tests and the certificate visit each: whether few tokens are decoded, the height of a tile, how
     many slots a program of the sort takes, and the tiles of weight gradients.
