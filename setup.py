@@ -7,7 +7,7 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 README = ROOT / "README.md"
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "moe_patch" / "__init__.py").read_text())
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "moe_patch" / "version.py").read_text())
 
 PLOT = ["matplotlib>=3.8"]
 LORA = ["peft>=0.18"]
@@ -46,7 +46,17 @@ setup(
     ],
     python_requires=">=3.10",
     # An explicit list: find_packages would ship a top-level package called `models`.
-    packages=["moe_patch", "moe_patch.kernels", "moe_patch.models"],
+    packages=[
+        "moe_patch",
+        "moe_patch.bench",
+        "moe_patch.formats",
+        "moe_patch.kernels",
+        "moe_patch.kernels.hopper",
+        "moe_patch.models",
+        "moe_patch.ops",
+        "moe_patch.parity",
+        "moe_patch.recognise",
+    ],
     package_dir={"moe_patch": "moe_patch", "moe_patch.models": "models"},
     package_data={"moe_patch": ["py.typed"], "moe_patch.kernels": ["tuned.json"]},
     zip_safe=False,

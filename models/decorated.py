@@ -22,15 +22,15 @@ from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from .. import kernels
-from ..differentiable import why_not_kernels
-from ..experts import DTYPES, fused_experts
-from ..low_rank import LowRank
-from . import fp8
-from .gates import activation_of, has_own_gate, is_silu
-from .original import Fused, intact, own_forward
-from .parts import by_parts, has_gate, normalises, up_name
-from .switch import is_on
-from .wrapped import is_dtensor, replaced_forward
+from ..ops.differentiable import why_not_kernels
+from ..ops.experts import DTYPES, fused_experts
+from ..ops.low_rank import LowRank
+from ..recognise import quantised as fp8
+from ..recognise.gates import activation_of, has_own_gate, is_silu
+from ..recognise.original import Fused, intact, own_forward
+from ..recognise.parts import by_parts, has_gate, normalises, up_name
+from ..recognise.wrapped import is_dtensor, replaced_forward
+from ..switch import is_on
 
 NAME = "moe_patch"
 """Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: its shared experts beside the routed ones (routers.py, decorated.py)."""
+"""DeepSeek-V3: its shared experts beside the routed ones (recognise/routers.py, decorated.py)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import functools
 from torch import Tensor
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
+from ..recognise.original import Fused, intact, own_forward
+from ..recognise.overlap import both, overlaps
 from .decorated import runs_fused
-from .original import Fused, intact, own_forward
-from .overlap import both, overlaps
 
 
 class DeepseekV3MoE(Fused, hf.DeepseekV3MoE):

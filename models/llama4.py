@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from transformers.models.llama4 import modeling_llama4 as hf
 
-from ..experts import fused_experts
-from ..routing import select_experts, sigmoid_scores
+from ..ops.experts import fused_experts
+from ..ops.routing import select_experts, sigmoid_scores
+from ..recognise.gates import all_of_deepspeed
+from ..recognise.original import Fused, intact, own_forward, why_replaced
+from ..recognise.overlap import both
+from ..recognise.wrapped import hooked_by_plan, replaced_forward
 from .decorated import low_rank_updates, runs_fused, warn_once, why_not_silu, why_not_weights
-from .gates import all_of_deepspeed
-from .original import Fused, intact, own_forward, why_replaced
-from .overlap import both
-from .wrapped import hooked_by_plan, replaced_forward
 
 
 class Llama4Router(Fused, hf.Llama4Router):

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_moe import modeling_qwen3_moe as hf
 
-from ..routing import select_experts
+from ..ops.routing import select_experts
+from ..recognise.original import Fused, intact, own_forward
 from .decorated import runs_fused
-from .original import Fused, intact, own_forward
 
 
 class Qwen3MoeTopKRouter(Fused, hf.Qwen3MoeTopKRouter):

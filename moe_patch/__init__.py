@@ -8,6 +8,7 @@ model.unpatch()
 from pathlib import Path
 
 from .starting import guard
+from .version import __version__
 
 guard()
 
@@ -24,17 +25,19 @@ if not (5, 17) <= _version < (6, 0):
 if not (Path(__file__).parent / "models").is_dir():
     __path__.append(str(Path(__file__).parents[1]))  # a checkout keeps models/ beside the package
 
-from .experts import fused_experts  # noqa: E402
+from . import fp8  # noqa: E402
+from .ops import fused_experts  # noqa: E402
 from .parity import check_parity  # noqa: E402
 from .patcher import patch, unpatch  # noqa: E402
 from .pretrained import disable, enable, enabled, register  # noqa: E402
 
-__version__ = "0.1.0"
 __all__ = [
+    "__version__",
     "check_parity",
     "disable",
     "enable",
     "enabled",
+    "fp8",
     "fused_experts",
     "patch",
     "unpatch",

@@ -30,8 +30,9 @@ from rich.progress import (
 from rich.table import Table
 from torch import nn
 
-from . import bench_cli, checkpoint, kernels, output, parity, shapes, support, tune
-from .bench_cli import DTYPES
+from . import checkpoint, environment, kernels, output, parity, shapes, tune
+from .bench import cli as bench_cli
+from .bench.cli import DTYPES
 from .kernels import table as kernels_table
 from .models import SWAPS
 from .models.decorated import ENABLED
@@ -233,7 +234,7 @@ def _env(_: argparse.Namespace) -> int:
     lines["fused classes"] = ", ".join(cls.__name__ for cls in SWAPS)
     width = max(map(len, lines))
     print("\n".join(f"{name:{width}}  {text}" for name, text in lines.items()))
-    print(f"\n{support.table()}")
+    print(f"\n{environment.table()}")
     return 0
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from . import ranks
-from .models import SWAPS, gates, routers, with_adapters, with_routers
+from .models import SWAPS
 from .models.decorated import (
     ENABLED,
     ExpertsConfig,
@@ -25,8 +25,11 @@ from .models.decorated import (
     restore_default,
     why_not_fused,
 )
-from .models.original import Fused, describe, fused_within, replaced, why_replaced
-from .models.wrapped import plain_class, replaced_forward, rewrapped, set_class
+from .recognise import gates, routers
+from .recognise.original import Fused, describe, fused_within, replaced, why_replaced
+from .recognise.routers import with_routers
+from .recognise.swaps import with_adapters
+from .recognise.wrapped import plain_class, replaced_forward, rewrapped, set_class
 
 LOOKS_LIKE_MOE = re.compile(r"(Experts|M[oO][eE](Block)?)$")
 """Names of classes whose modules are reported, fused or not."""

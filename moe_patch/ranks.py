@@ -14,7 +14,8 @@ import torch
 import transformers
 from torch import Tensor, distributed
 
-from .models.wrapped import is_dtensor
+from .recognise.wrapped import is_dtensor
+from .version import __version__
 
 WARN_AFTER = timedelta(seconds=15)
 FAIL_AFTER = timedelta(minutes=5)
@@ -77,8 +78,6 @@ def _sharing(parameters: Iterable[Tensor]) -> tuple[int, ...]:
 
 
 def _versions() -> dict[str, object]:
-    from . import __version__
-
     triton = sys.modules.get("triton")
     return {
         "moe_patch": __version__,

@@ -80,7 +80,7 @@ def select_experts(
     group_best: int = 2,
     group_fill: float = float("-inf"),
 ) -> tuple[Tensor, Tensor]:
-    """Twin of :func:`moe_patch.routing.select_experts`; ties go to the lowest expert id."""
+    """Twin of :func:`moe_patch.ops.routing.select_experts`; ties go to the lowest expert id."""
     choice = choice_scores(
         router_logits, score=score, bias=bias, num_groups=num_groups, top_groups=top_groups,
         group_best=group_best, group_fill=group_fill,
@@ -93,7 +93,7 @@ def select_experts(
 
 
 def sigmoid_scores(router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Twin of :func:`moe_patch.routing.sigmoid_scores`."""
+    """Twin of :func:`moe_patch.ops.routing.sigmoid_scores`."""
     index, weights = select_experts(router_logits, top_k, score="sigmoid", dtype=torch.float32)
     scores = torch.zeros_like(router_logits).scatter(1, index, weights.to(router_logits.dtype))
     return scores.detach(), index, weights.detach()
@@ -195,7 +195,7 @@ def grouped_gemm(
     scatter: bool = False,
     weight_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    """Twin of :func:`moe_patch.experts.grouped_gemm`; x is not quantised."""
+    """Twin of :func:`moe_patch.ops.grouped.grouped_gemm`; x is not quantised."""
     if weight_scale_inv is not None:
         weight = dequantize(weight, weight_scale_inv, x.dtype)
     if m_sizes is not None:
@@ -216,7 +216,7 @@ def grouped_gemm(
 def add_bias(
     rows: Tensor, bias: Tensor, top_k_index: Tensor, order: ExpertOrder, *, scattered: bool = False
 ) -> Tensor:
-    """Twin of :func:`moe_patch.grouped.add_bias`; dropped slots get no bias."""
+    """Twin of :func:`moe_patch.ops.grouped.add_bias`; dropped slots get no bias."""
     expert = top_k_index.reshape(-1)
     expert = torch.where((expert < 0) | (expert >= len(bias)), len(bias), expert)
     expert = expert if scattered else expert[order.row_to_slot.long()]
@@ -226,7 +226,7 @@ def add_bias(
 def bias_gradient(
     d_rows: Tensor, order: list[Tensor], num_experts: int, block_m: int, scattered: bool
 ) -> Tensor:
-    """Twin of the operator of that name in grouped.py: sums [E, N] of each expert's rows."""
+    """Twin of the operator of that name in ops/grouped.py: sums [E, N] of each expert's rows."""
     expert_offsets, row_to_slot, *_ = order
     row = torch.arange(len(d_rows), dtype=expert_offsets.dtype, device=d_rows.device)
     expert = torch.searchsorted(expert_offsets[1:], row, right=True)  # E: dropped
@@ -260,8 +260,8 @@ def fused_experts(
     gate_up_scale_inv: Tensor | None = None,
     down_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    """Twin of :func:`moe_patch.experts.fused_experts`: a loop over experts, in their dtype (FP8: in
-    that of hidden_states, where dequantised weights are rounded to it)."""
+    """Twin of :func:`moe_patch.ops.experts.fused_experts`: a loop over experts, in their dtype
+    (FP8: in that of hidden_states, where dequantised weights are rounded to it)."""
     if gate_up_scale_inv is not None:
         dtype = hidden_states.dtype
         gate_up_proj = dequantize(gate_up_proj, gate_up_scale_inv, dtype)
@@ -395,7 +395,7 @@ def fp8_experts(
     dtype: torch.dtype = torch.float32,
     requantize: bool = True,
 ) -> Tensor:
-    """Twin of :func:`moe_patch.fp8.experts`, computed in `dtype`; without `requantize` no
+    """Twin of :func:`moe_patch.ops.fp8.experts`, computed in `dtype`; without `requantize` no
     activation is quantised here: the truth for both."""
     if hidden_states_scale is None and requantize:
         hidden_states, hidden_states_scale = quantize(hidden_states)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .bench import rounds
+from .bench.block import rounds
 from .order import ExpertOrder
 from .shapes import Shape, find
 

@@ -29,11 +29,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_patch import experts, kernels, routing
-from moe_patch import fp8 as products
+from moe_patch import kernels
 from moe_patch.activation import parse
 from moe_patch.kernels import launch as launcher
 from moe_patch.kernels import tiles
+from moe_patch.ops import experts, routing
+from moe_patch.ops import fp8 as products
 
 launcher.DIRECT = False  # on a machine with a GPU, too
 

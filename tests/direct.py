@@ -51,8 +51,9 @@ torch.cuda.is_available = available
 from ops import in_fp8, moe
 from triton.runtime.jit import JITFunction
 
-from moe_patch import experts, kernels, patch, routing
+from moe_patch import kernels, patch
 from moe_patch.kernels import launch, tiles
+from moe_patch.ops import experts, routing
 from moe_patch.shapes import build, find
 
 kernels.why_not = functools.cache(lambda device_type: None)

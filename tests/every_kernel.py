@@ -19,8 +19,8 @@ from ops import assert_close, gradients, in_double, in_fp8, moe, quantised
 
 from moe_patch import fp8, reference
 from moe_patch.activation import Activation
-from moe_patch.experts import expert_order, fused_experts, grouped_gemm
-from moe_patch.routing import select_experts
+from moe_patch.ops.experts import expert_order, fused_experts, grouped_gemm
+from moe_patch.ops.routing import select_experts
 
 SIZES = [  # T, H, I, E, K: TMA and pointers, whole and ragged tiles, each tile height, both dw
     (40, 128, 64, 8, 2),

@@ -1,5 +1,5 @@
 """Tiny models with FP8 experts, and plain PyTorch in the place of HF's own FP8 kernels, which come
-from the hub (moe_patch/emulate.py)."""
+from the hub (moe_patch/parity/emulate.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, FineGrainedFP8Config
 from transformers.integrations import finegrained_fp8 as hf
 
-from moe_patch import emulate, reference
+from moe_patch import reference
+from moe_patch.parity import emulate
 
 CONFIGS = {
     "qwen3_moe": lambda **changes: tiny_config(

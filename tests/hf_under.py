@@ -56,7 +56,8 @@ def counted(function):
 def plain_pytorch() -> None:
     """Instead of the kernels, which the interpreter runs a hundred times slower."""
     from moe_patch import reference
-    from moe_patch.models import decorated, llama4, parts, qwen3_moe, routers
+    from moe_patch.models import decorated, llama4, qwen3_moe
+    from moe_patch.recognise import parts, routers
 
     def product(x, weight, top_k_index, *, gather=False, scatter=False):
         chosen = top_k_index.flatten().clamp(0, len(weight) - 1)

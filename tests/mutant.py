@@ -16,9 +16,9 @@ from faults import Change
 from pipeline import Pipeline
 from torch import nn
 
-from moe_patch.compare import MIN_SLOTS_INTERPRETED, Comparison
-from moe_patch.law import Row
-from moe_patch.passes import MANY
+from moe_patch.parity.compare import MIN_SLOTS_INTERPRETED, Comparison
+from moe_patch.parity.law import Row
+from moe_patch.parity.passes import MANY
 from moe_patch.shapes import Shape, build
 
 SHAPES = {

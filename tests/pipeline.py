@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_patch import kernels
-from moe_patch.models import decorated, llama4, qwen3_moe, routers
+from moe_patch.models import decorated, llama4, qwen3_moe
 from moe_patch.paths import ran
+from moe_patch.recognise import routers
 from moe_patch.reference import group_scores
 
 COLUMNS = 16
@@ -89,7 +90,7 @@ class Pipeline:
         group_best: int = 2,
         group_fill: float = float("-inf"),
     ) -> tuple[Tensor, Tensor]:
-        """As moe_patch.routing.select_experts."""
+        """As moe_patch.ops.routing.select_experts."""
         grad = torch.is_grad_enabled() and router_logits.requires_grad
         c = SimpleNamespace(
             tokens=len(router_logits), top_k=top_k, score=score, renormalize=renormalize,
@@ -103,7 +104,7 @@ class Pipeline:
             return self.choose(c, router_logits)
 
     def sigmoid_scores(self, router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As moe_patch.routing.sigmoid_scores."""
+        """As moe_patch.ops.routing.sigmoid_scores."""
         logits = router_logits.detach()
         index, weights = self.select_experts(logits, top_k, score="sigmoid", dtype=torch.float32)
         scores = torch.zeros_like(logits).scatter(1, index, weights.to(logits.dtype))

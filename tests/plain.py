@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from moe_patch import kernels, reference
-from moe_patch.models import decorated, llama4, parts, qwen3_moe, routers
+from moe_patch.models import decorated, llama4, qwen3_moe
 from moe_patch.paths import ran
+from moe_patch.recognise import parts, routers
 
 # `name=`, so that a test file can import a fixture and still name its argument like it
 

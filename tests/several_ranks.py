@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import moe_patch
-from moe_patch.models import decorated, llama4, qwen3_moe, routers
+from moe_patch.models import decorated, llama4, qwen3_moe
+from moe_patch.recognise import routers
 
 WORLD = int(os.environ.get("WORLD_SIZE", "2"))
 ON_GPU = os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.device_count() >= WORLD

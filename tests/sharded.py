@@ -57,7 +57,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils.logging import disable_progress_bar
 
 import moe_patch
-from moe_patch import bench_distributed, ranks
+from moe_patch import ranks
+from moe_patch.bench import distributed as bench_distributed
 from moe_patch.models import decorated
 from moe_patch.shapes import Shape
 

@@ -11,7 +11,7 @@ from ops import DTYPES, assert_close, gradients, in_double, moe, sample
 
 from moe_patch import reference
 from moe_patch.activation import ACTS, Activation, constants, parse
-from moe_patch.experts import fused_experts
+from moe_patch.ops.experts import fused_experts
 
 OAI = Activation("silu", limit=0.7, alpha=1.702, offset=1.0)
 KINDS = {act: Activation(act) for act in ACTS} | {

@@ -8,8 +8,8 @@ import pytest
 import torch
 from plain import one_thread_fixture, use_fixture  # noqa: F401
 
-from moe_patch import bench
-from moe_patch.bench import OURS, Ceilings, Result, Timing, contenders, ready, short_of, step
+from moe_patch.bench import block as bench
+from moe_patch.bench.block import OURS, Ceilings, Result, Timing, contenders, ready, short_of, step
 from moe_patch.models.decorated import ExpertsConfig
 from moe_patch.parity import ParityReport, Row, Section
 from moe_patch.shapes import SHAPES, build

@@ -10,11 +10,12 @@ import torch
 from test_bench import H200, timing
 
 import moe_patch.__main__ as command_line
-from moe_patch import bench, bench_cli
 from moe_patch.__main__ import main
-from moe_patch.bench import OURS, Result
-from moe_patch.bench_cli import to_json, write_csv
-from moe_patch.bench_tables import figure
+from moe_patch.bench import block as bench
+from moe_patch.bench import cli as bench_cli
+from moe_patch.bench.block import OURS, Result
+from moe_patch.bench.cli import to_json, write_csv
+from moe_patch.bench.tables import figure
 from moe_patch.parity import ParityReport, Row, Section
 
 

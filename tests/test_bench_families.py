@@ -11,14 +11,15 @@ from plain import use_fixture  # noqa: F401
 from transformers import PreTrainedConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moe_patch import bench_families, support
+from moe_patch import environment
 from moe_patch.__main__ import main
-from moe_patch.bench_families import HF, OURS, PUBLISHED, FamilyTiming, bench_family, rows, sized
+from moe_patch.bench import families as bench_families
+from moe_patch.bench.families import HF, OURS, PUBLISHED, FamilyTiming, bench_family, rows, sized
 from moe_patch.models.decorated import NAME
 from moe_patch.parity import ParityReport
 
 CPU = {"device": "cpu", "dtype": torch.float32}
-ONE = support.Support("qwen3_moe", "Qwen3MoeExperts", "silu(gate) * up", "fused", None)
+ONE = environment.Support("qwen3_moe", "Qwen3MoeExperts", "silu(gate) * up", "fused", None)
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def tiny(monkeypatch):
         with torch.device("meta"):
             return Qwen3MoeExperts(config)
 
-    monkeypatch.setattr(support, "build", build)
+    monkeypatch.setattr(environment, "build", build)
     return config
 
 
@@ -72,13 +73,13 @@ def test_no_times_without_parity(use, tiny):
 def test_a_configuration_without_experts_is_a_note(monkeypatch, tiny):
     tiny.num_experts_per_tok = None
     assert "left out" in bench_family(ONE, **CPU)
-    monkeypatch.setattr(support, "build", lambda *_: None)
+    monkeypatch.setattr(environment, "build", lambda *_: None)
     assert "left out" in bench_family(ONE, **CPU)
 
 
 def test_parity_is_judged_on_eight_experts(tiny):
     tiny.num_experts = 20
-    experts = support.build(ONE).to_empty(device="cpu")
+    experts = environment.build(ONE).to_empty(device="cpu")
     few = bench_families._first(experts)
     assert few.num_experts == len(few.down_proj) == len(few.gate_up_proj) == 8
     assert experts.num_experts == len(experts.down_proj) == 20

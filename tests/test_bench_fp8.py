@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from moe_patch import __main__, bench_fp8, bench_tables, law, reference
-from moe_patch.bench_fp8 import Fp8Timing
+from moe_patch import __main__, reference
+from moe_patch.bench import fp8 as bench_fp8
+from moe_patch.bench import tables as bench_tables
+from moe_patch.bench.fp8 import Fp8Timing
+from moe_patch.parity import law
 
 
 @pytest.mark.parametrize(

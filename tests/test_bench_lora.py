@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_patch import bench_lora
 from moe_patch.__main__ import main
-from moe_patch.bench import OURS
+from moe_patch.bench import lora as bench_lora
+from moe_patch.bench.block import OURS
 from moe_patch.models import decorated
 from moe_patch.shapes import build
 

@@ -10,9 +10,10 @@ import torch
 from plain import one_thread_fixture, use_fixture  # noqa: F401
 
 import moe_patch.__main__ as command_line
-from moe_patch import bench_cli, bench_model
 from moe_patch.__main__ import main
-from moe_patch.bench_model import PROMPT, Rate, build, rate, read_config, rows
+from moe_patch.bench import cli as bench_cli
+from moe_patch.bench import model as bench_model
+from moe_patch.bench.model import PROMPT, Rate, build, rate, read_config, rows
 from moe_patch.models.decorated import ExpertsConfig
 from moe_patch.parity import ParityReport, Row, Section
 from moe_patch.shapes import build_model

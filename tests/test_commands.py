@@ -9,8 +9,10 @@ import pytest
 from plain import one_thread_fixture, use_fixture  # noqa: F401
 
 import moe_patch.__main__ as command_line
-from moe_patch import __version__, bench_cli, parity, tune
+from moe_patch import parity, tune
 from moe_patch.__main__ import main
+from moe_patch.bench import cli as bench_cli
+from moe_patch.version import __version__
 
 SECTION = parity.Section("a block", "float32", 8, [parity.Row("output", True)])
 REPORT = parity.ParityReport([SECTION], "a card")

@@ -13,9 +13,10 @@ from transformers import MixtralConfig, OlmoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
-from moe_patch import compare, passes, reference, shadow
-from moe_patch.compare import Comparison
-from moe_patch.compare_router import routing
+from moe_patch import reference
+from moe_patch.parity import compare, passes, shadow
+from moe_patch.parity.compare import Comparison
+from moe_patch.parity.router import routing
 from moe_patch.shapes import SHAPES, build
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -9,7 +9,7 @@ from small import block as build
 from test_compare import DTYPES, second_best
 from tiny import Spoil
 
-from moe_patch.compare import Comparison
+from moe_patch.parity.compare import Comparison
 
 
 def compare(block, tokens=64, backward=True, seed=0):

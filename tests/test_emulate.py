@@ -13,8 +13,9 @@ from plain import honest, one_thread_fixture, use_fixture  # noqa: F401
 from tiny import assert_close
 
 import moe_patch
-from moe_patch import emulate, law, reference
-from moe_patch.compare import Comparison
+from moe_patch import reference
+from moe_patch.parity import emulate, law
+from moe_patch.parity.compare import Comparison
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import moe_patch
-from moe_patch.models.parts import up_name
+from moe_patch.recognise.parts import up_name
 
 NOT_GENERATING = {"granitemoehybrid", "jamba"}  # not with two layers, none of them attention
 INPUTS = {"ernie4_5_vl_moe": {"moe_mm_token_type_ids": torch.arange(14).view(2, 7) % 2}}  # images

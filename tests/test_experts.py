@@ -9,7 +9,7 @@ import torch
 from ops import DTYPES, assert_close, gradients, in_double, moe, sample
 
 from moe_patch import reference
-from moe_patch.experts import fused_experts
+from moe_patch.ops.experts import fused_experts
 
 GRADS = ("d_hidden_states", "d_gate_up_proj", "d_down_proj", "d_top_k_weights")
 SIZES = [  # T, H, I, E, K

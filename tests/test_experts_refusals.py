@@ -6,7 +6,7 @@ import pytest
 import torch
 from ops import moe
 
-from moe_patch.experts import fused_experts
+from moe_patch.ops.experts import fused_experts
 
 SMALL = {"tokens": 5, "hidden": 32, "inner": 24, "num_experts": 4, "top_k": 2, "grad": False}
 

@@ -9,8 +9,8 @@ import torch
 from ops import DTYPES, assert_close, in_double, moe, sample
 
 from moe_patch import reference
-from moe_patch.experts import expert_order, grouped_gemm
 from moe_patch.kernels.groups import group_tiles
+from moe_patch.ops.experts import expert_order, grouped_gemm
 from moe_patch.order import ExpertOrder
 
 GEMM_SIZES = [  # T, K (in), N (out), E, top_k
@@ -67,7 +67,7 @@ def test_grouped_gemm(device, size, dtype, variant, direction, mode, routing):
         leaf, exact = (x, exact_x) if direction == "dX" else (weight, exact_w)
         assert_close(torch.autograd.grad(out, leaf, d_out)[0], exact, dtype)
     else:
-        from moe_patch.grouped import _grouped_gemm_backward
+        from moe_patch.ops.grouped import _grouped_gemm_backward
 
         fields = [getattr(order, name) for name in list(vars(order))[:6]]
         gather = d_out.shape[0] // max(x.shape[0], 1) if how["gather"] else 0

@@ -16,7 +16,8 @@ from ops import assert_close, moe
 
 from moe_patch import reference
 from moe_patch.activation import Activation
-from moe_patch.models import decorated, llama4, parts, qwen3_moe, routers
+from moe_patch.models import decorated, llama4, qwen3_moe
+from moe_patch.recognise import parts, routers
 
 
 def outcomes(**tests):

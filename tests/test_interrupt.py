@@ -12,9 +12,10 @@ import pytest
 from plain import one_thread_fixture, use_fixture  # noqa: F401
 
 import moe_patch.__main__ as command_line
-from moe_patch import bench_cli, parity, support
+from moe_patch import environment, parity
 from moe_patch.__main__ import main
-from moe_patch.bench import OURS, Result, Timing
+from moe_patch.bench import cli as bench_cli
+from moe_patch.bench.block import OURS, Result, Timing
 from moe_patch.parity import ParityReport, Row, Section
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,7 +104,7 @@ def test_bench_shows_the_rows_that_it_finished(capsys, monkeypatch, tmp_path, er
 
 
 def test_env(capsys, monkeypatch):
-    stop_after(monkeypatch, support, "table")
+    stop_after(monkeypatch, environment, "table")
     assert main(["env"]) == 130 and capsys.readouterr().err == STOPPED
 
 

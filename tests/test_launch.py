@@ -16,11 +16,11 @@ from ops import assert_close, in_double, moe
 from triton.runtime.jit import JITFunction
 
 from moe_patch import reference
-from moe_patch.experts import fused_experts
 from moe_patch.kernels import launch as launcher
 from moe_patch.kernels import tiles
 from moe_patch.kernels.launch import cdiv, power_of_two
 from moe_patch.kernels.tiles import operand
+from moe_patch.ops.experts import fused_experts
 
 
 @given(st.integers(1, 2**40), st.integers(1, 2**20))

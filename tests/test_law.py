@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from moe_patch import law
-from moe_patch.law import judge, measure, measure_unused
+from moe_patch.parity import law
+from moe_patch.parity.law import judge, measure, measure_unused
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 COUNTS = [40, 0, 3, 21]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from ops import DTYPES, assert_close, gradients, in_double, moe, sample
 
-from moe_patch import low_rank, reference
-from moe_patch.experts import fused_experts
+from moe_patch import reference
+from moe_patch.ops import low_rank
+from moe_patch.ops.experts import fused_experts
 
 SIZES = [  # T, H, I, E, K, rank of gate_up, of down; 0: none
     (20, 64, 48, 4, 2, 4, 8),

@@ -17,7 +17,7 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moe_patch
-from moe_patch.models.gates import activation_of
+from moe_patch.recognise.gates import activation_of
 
 pytestmark = [
     pytest.mark.filterwarnings("error:moe_patch runs Hugging Face"),

@@ -341,7 +341,8 @@ SCRIPT = """
 import torch
 from tiny import tiny_block
 import moe_patch
-from moe_patch.models import decorated, llama4, qwen3_moe, routers
+from moe_patch.models import decorated, llama4, qwen3_moe
+from moe_patch.recognise import routers
 
 def called(*args, **kwargs):
     raise SystemExit("fused code ran")

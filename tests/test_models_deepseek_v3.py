@@ -9,7 +9,8 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
 import moe_patch
-from moe_patch.models import deepseek_v3, overlap
+from moe_patch.models import deepseek_v3
+from moe_patch.recognise import overlap
 
 
 def build(device):

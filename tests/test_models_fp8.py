@@ -15,9 +15,11 @@ from transformers.integrations import finegrained_fp8 as hf
 from transformers.integrations.moe import use_experts_implementation
 
 import moe_patch
-from moe_patch import emulate, kernels, reference
-from moe_patch.models import decorated, fp8
+from moe_patch import kernels, reference
+from moe_patch.models import decorated
 from moe_patch.models.decorated import why_not_fused
+from moe_patch.parity import emulate
+from moe_patch.recognise import quantised as fp8
 
 
 @pytest.mark.parametrize("family", CONFIGS)

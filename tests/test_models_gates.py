@@ -15,10 +15,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moe_patch
-from moe_patch.compare import Comparison
 from moe_patch.models import decorated
 from moe_patch.models.decorated import why_by_parts, why_not_fused
-from moe_patch.models.gates import KNOWN, activation_of
+from moe_patch.parity.compare import Comparison
+from moe_patch.recognise.gates import KNOWN, activation_of
 
 CONFIG = {
     **dict.fromkeys(("num_experts", "num_local_experts"), 8),

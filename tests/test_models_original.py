@@ -21,8 +21,9 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as hf_qwen3
 from transformers.models.step3p7 import modeling_step3p7 as hf_step3p7
 
 import moe_patch
-from moe_patch.models import decorated, original, qwen3_moe, routers
-from moe_patch.models.wrapped import plain_class
+from moe_patch.models import decorated, qwen3_moe
+from moe_patch.recognise import original, routers
+from moe_patch.recognise.wrapped import plain_class
 
 pytestmark = [
     pytest.mark.filterwarnings("error:moe_patch runs Hugging Face"),

@@ -15,14 +15,14 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 import moe_patch
-from moe_patch.compare import Comparison
-from moe_patch.grouped import add_bias, expert_order
 from moe_patch.models import decorated
 from moe_patch.models.decorated import why_by_parts
-from moe_patch.models.gates import activation_of
-from moe_patch.models.parts import up_name
+from moe_patch.ops.grouped import add_bias, expert_order
 from moe_patch.parity import check_parity
-from moe_patch.passes import MANY
+from moe_patch.parity.compare import Comparison
+from moe_patch.parity.passes import MANY
+from moe_patch.recognise.gates import activation_of
+from moe_patch.recognise.parts import up_name
 
 CONFIG = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
@@ -282,7 +282,8 @@ def test_grouped_mm_is_the_yardstick(device):
 def test_parity_of_normalised_experts(device, monkeypatch):
     experts = build("normalised", device)
     experts.config._experts_implementation = "grouped_mm"
-    monkeypatch.setattr("moe_patch.compare.implementations", lambda _: ["eager"])  # 5.17 has none
+    # 5.17 has none
+    monkeypatch.setattr("moe_patch.parity.compare.implementations", lambda _: ["eager"])
     assert check_parity(experts, tokens=64, backward=False).passed
     original = decorated.by_parts
     monkeypatch.setattr(decorated, "by_parts", lambda *arguments: original(*arguments) * 0.99)

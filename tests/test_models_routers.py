@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 import moe_patch
-from moe_patch import support
-from moe_patch.models import SWAPS, decorated, routers
+from moe_patch import environment
+from moe_patch.models import SWAPS, decorated
+from moe_patch.recognise import routers
 
 pytestmark = pytest.mark.filterwarnings("error:moe_patch runs Hugging Face")
 
@@ -70,7 +71,9 @@ ROUTERS = recognised()
 def make(cls):
     """The family's router for 8 experts, 2 of them chosen, with random parameters and buffers."""
     module = inspect.getmodule(cls)
-    configs = [c for config in support._configs(module) for c in (config, *support._parts(config))]
+    configs = [
+        c for config in environment._configs(module) for c in (config, *environment._parts(config))
+    ]
     built = []
     for config in configs:
         with contextlib.suppress(Exception):  # the configuration of another part

@@ -19,9 +19,9 @@ from mutants import mutants
 from pipeline import Pipeline
 from torch import Tensor
 
-from moe_patch import passes
-from moe_patch.compare import Comparison
-from moe_patch.passes import INFERENCE, MANY, TRAINING, Added, Inputs
+from moe_patch.parity import passes
+from moe_patch.parity.compare import Comparison
+from moe_patch.parity.passes import INFERENCE, MANY, TRAINING, Added, Inputs
 
 MUTANTS = {mutant.name: mutant for mutant in mutants()}
 QUESTIONS = sorted({mutant.question for mutant in MUTANTS.values()}, key=str)

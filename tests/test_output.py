@@ -12,12 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 import moe_patch.__main__ as command_line
-from moe_patch import bench_tables, output, parity, scaling
-from moe_patch.bench import OURS, Timing
-from moe_patch.bench_distributed import Measured
-from moe_patch.bench_families import FamilyTiming
-from moe_patch.bench_fp8 import Fp8Timing
-from moe_patch.bench_model import Rate
+from moe_patch import output, parity
+from moe_patch.bench import scaling
+from moe_patch.bench import tables as bench_tables
+from moe_patch.bench.block import OURS, Timing
+from moe_patch.bench.distributed import Measured
+from moe_patch.bench.families import FamilyTiming
+from moe_patch.bench.fp8 import Fp8Timing
+from moe_patch.bench.model import Rate
 from moe_patch.kernels.tiles import Tile
 from moe_patch.tune import Result
 

@@ -15,7 +15,7 @@ from torch import nn
 import moe_patch
 from moe_patch import kernels, parity
 from moe_patch.models.decorated import ExpertsConfig
-from moe_patch.parity import check_parity
+from moe_patch.parity import check, check_parity
 from moe_patch.shapes import build, build_model
 
 BLOCKS = ["tiny_qwen3", "tiny_llama4"]
@@ -150,7 +150,7 @@ def test_blocks_are_chosen():
     names = [str(i) for i in range(8)]
 
     def choose(blocks):
-        return parity._choose(model, names, blocks)
+        return check._choose(model, names, blocks)
 
     assert choose(None) == ["0", "1", "4", "7"], "first, middle, last, and the other size"
     assert choose("all") == names
@@ -236,7 +236,7 @@ def test_bad_input_gets_one_sentence(use, monkeypatch):
         check_parity(block, tokens=[7, 0])
     with pytest.raises(ValueError, match="does not round to bfloat16"):
         check_parity(block, dtype=torch.bfloat16)
-    monkeypatch.setattr(parity, "ENABLED", False)
+    monkeypatch.setattr(check, "ENABLED", False)
     with pytest.raises(RuntimeError, match="MOE_PATCH=0"):
         check_parity(block)
     monkeypatch.setattr(kernels, "why_not", lambda _: "no kernels here")
@@ -267,7 +267,7 @@ def test_model_level_judges_the_median(use, monkeypatch, theirs, passes):
     ours, hf = torch.full((512,), 1.0), torch.full((512,), theirs)
     ours[7] = 1e6
     answers = iter([ours, hf])
-    monkeypatch.setattr(parity, "_kl", lambda *_: next(answers))
+    monkeypatch.setattr(check, "_kl", lambda *_: next(answers))
     model = build_model("tiny_qwen3", layers=1).half()
     report = check_parity(model, tokens=64, backward=False, model_level=True)
     row = report.sections[-1].rows[0]

@@ -9,7 +9,7 @@ import torch
 from ops import DTYPES, assert_close, sample
 
 from moe_patch import reference
-from moe_patch.routing import select_experts, sigmoid_scores
+from moe_patch.ops.routing import select_experts, sigmoid_scores
 
 SIZES = [
     (1, 8, 2),

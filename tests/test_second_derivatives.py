@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 import moe_patch
 from moe_patch import reference
 from moe_patch.activation import Activation
-from moe_patch.experts import expert_order, fused_experts, grouped_gemm
-from moe_patch.grouped import add_bias
-from moe_patch.routing import select_experts
+from moe_patch.ops.experts import expert_order, fused_experts, grouped_gemm
+from moe_patch.ops.grouped import add_bias
+from moe_patch.ops.routing import select_experts
 
 SIZE = (7, 32, 16, 5, 2)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}

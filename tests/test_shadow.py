@@ -9,8 +9,15 @@ from peft import LoraConfig, get_peft_model
 
 import moe_patch
 from moe_patch.models.decorated import ExpertsConfig
+from moe_patch.parity.shadow import (
+    family_of,
+    find_experts,
+    hugging_face,
+    implementations,
+    logical,
+    shadow,
+)
 from moe_patch.patcher import patch
-from moe_patch.shadow import family_of, find_experts, hugging_face, implementations, logical, shadow
 from moe_patch.shapes import build, build_model
 
 

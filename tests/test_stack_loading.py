@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.monkey_patching import get_patch_mapping
 
 import moe_patch
+from moe_patch.environment import families
 from moe_patch.models import decorated
-from moe_patch.support import families
 
 # transformers that is too old, too new
 

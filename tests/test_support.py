@@ -9,8 +9,8 @@ import torch
 from test_models_decorated import decorated_classes
 from torch import nn
 
-from moe_patch import support
-from moe_patch.support import families
+from moe_patch import environment
+from moe_patch.environment import families
 
 UNSWITCHED = {  # with experts that transformers itself cannot switch
     "dbrx", "doge", "jetmoe", "longcat_flash", "nllb_moe", "switch_transformers",
@@ -66,9 +66,9 @@ def test_a_family_of_unknown_form_is_a_line_not_a_crash():
     module = ModuleType("new_family")
     Experts.__module__ = "new_family"
     module.Experts = Experts
-    (line,) = support._of(module, "new_family")
+    (line,) = environment._of(module, "new_family")
     assert line.experts == "Experts" and "no switch" in line.reason
-    assert support._build(Experts, module) is None
+    assert environment._build(Experts, module) is None
 
 
 def test_table_and_command(capsys):
@@ -76,8 +76,8 @@ def test_table_and_command(capsys):
 
     assert main(["env"]) == 0
     out = capsys.readouterr().out
-    assert support.table() in out and "torch" in out
-    lines = support.table().splitlines()
+    assert environment.table() in out and "torch" in out
+    lines = environment.table().splitlines()
     assert any("FP8Experts" in line for line in lines)
     assert len(lines) == len(families()) + 4 and all(len(line) < 160 for line in lines)
     assert torch.get_default_device().type == "cpu"

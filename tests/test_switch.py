@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import moe_patch.__main__ as command_line
-from moe_patch.models.switch import OFF, ON, is_on
+from moe_patch.switch import OFF, ON, is_on
 
 
 @pytest.mark.parametrize("word", ["0", "false", "off", "no", "False", "OFF", " No "])
@@ -33,7 +33,7 @@ def test_another_value_is_refused_by_name(word):
 
 def test_commands_name_the_value(capsys, monkeypatch):
     monkeypatch.setattr(command_line, "ENABLED", False)
-    monkeypatch.setattr(command_line.support, "table", str)
+    monkeypatch.setattr(command_line.environment, "table", str)
     monkeypatch.setenv("MOE_PATCH", "off")
     assert command_line.main(["env"]) == 0
     assert "run Hugging Face's own forward (MOE_PATCH=off)" in capsys.readouterr().out
@@ -42,7 +42,7 @@ def test_commands_name_the_value(capsys, monkeypatch):
 
 
 def test_an_empty_value_is_not_set(capsys, monkeypatch):
-    monkeypatch.setattr(command_line.support, "table", str)
+    monkeypatch.setattr(command_line.environment, "table", str)
     monkeypatch.setenv("MOE_PATCH", "")
     assert command_line.main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()

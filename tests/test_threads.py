@@ -17,7 +17,8 @@ from transformers import MixtralConfig
 from transformers.models.mixtral import modeling_mixtral as hf_mixtral
 
 import moe_patch
-from moe_patch.models import SWAPS, decorated, original, overlap, routers
+from moe_patch.models import SWAPS, decorated
+from moe_patch.recognise import original, overlap, routers
 
 pytestmark = [
     pytest.mark.filterwarnings("error:moe_patch runs Hugging Face"),

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf_deepseek
 
 import moe_patch
-from moe_patch.models import original
+from moe_patch.recognise import original
 
 pytestmark = [
     pytest.mark.gpu,

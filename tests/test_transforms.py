@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 import moe_patch
 from moe_patch import reference
-from moe_patch.experts import expert_order, fused_experts, grouped_gemm
-from moe_patch.grouped import add_bias
 from moe_patch.models import decorated, llama4
-from moe_patch.routing import select_experts
+from moe_patch.ops.experts import expert_order, fused_experts, grouped_gemm
+from moe_patch.ops.grouped import add_bias
+from moe_patch.ops.routing import select_experts
 
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 SIZE = (7, 32, 16, 5, 2)
@@ -333,7 +333,7 @@ def test_select_experts_itself(device, options):
 
 def test_what_decides_is_asked_only_in_eager(monkeypatch):
     """torch.compile keeps its own rules: nothing of this is traced."""
-    from moe_patch import differentiable
+    from moe_patch.ops import differentiable
 
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with forward_ad.dual_level():

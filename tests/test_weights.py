@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from ops import DTYPES, assert_close, gradients, in_double, in_fp8, moe
 
-from moe_patch import fp8, reference
+from moe_patch import reference
 from moe_patch.activation import Activation
-from moe_patch.experts import fused_experts
 from moe_patch.kernels import dequantize, tiles
 from moe_patch.kernels.decode import decodes
 from moe_patch.kernels.weights import widen, widen_scale
+from moe_patch.ops import fp8
+from moe_patch.ops.experts import fused_experts
 
 E8M0 = torch.float8_e8m0fnu
 SIZES = [  # T, H, I, E, K: seams of gate and up inside a block and inside a tile, ragged blocks
@@ -248,7 +249,7 @@ def test_refusals(device, change, error, says):
 
 
 def test_compiler_is_told_the_shapes_that_come(device):
-    from moe_patch.experts import _experts_inference
+    from moe_patch.ops.experts import _experts_inference
 
     arguments = in_fp8(moe(device, torch.float32, 3, 40, 24, 2, 1, grad=False))
     tensors = [arguments[name] for name in list(arguments)[:5]]

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops import assert_close, gradients, in_double, moe
 
-from moe_patch import fp8, reference
-from moe_patch.experts import fused_experts
-from moe_patch.grouped import add_bias, expert_order, grouped_gemm
+from moe_patch import reference
+from moe_patch.ops import fp8
+from moe_patch.ops.experts import fused_experts
+from moe_patch.ops.grouped import add_bias, expert_order, grouped_gemm
 
 EXPERTS = 6
 SMALL, LARGE = -(2**63), 2**63 - 1

@@ -47,28 +47,6 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def ways(
-    tokens: int, top_k: int, gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype
-) -> tuple[str, ...]:
-    """Names of the code paths that sizes choose, for weights [E, N, K] or stored [E, K, N].
-
-    Tests and the certificate visit each: whether few tokens are decoded, the height of a tile, how
-    many slots a program of the sort takes, and the tiles of weight gradients.
-    """
-    from .decode import decodes
-    from .sort_tokens import programs
-    from .tiles import block_m
-
-    experts, slots = len(down), tokens * top_k
-    index = torch.empty(tokens, top_k, device="meta")
-    return (
-        f"decodes {decodes(index, gate_up, down)}",
-        f"rows of a tile {block_m(slots, experts, dtype)}",
-        f"slots of a sort {'one program' if programs(slots) == 1 else 'several'}",
-        f"many rows an expert {slots >= 512 * experts}",
-    )
-
-
 def require(device: torch.device) -> None:
     """Raises RuntimeError with the reason when the kernels cannot run on `device`.
 

@@ -19,29 +19,7 @@ from ..order import ExpertOrder
 from . import tiles
 from .launch import Launch, cdiv, descriptor
 from .quantize import BLOCK, quantize_rows
-from .tiles import INTERPRET, block_m, find_tile, glu
-
-
-@triton.jit
-def place(
-    at, tiles, tile_expert, tile_row, ends,
-    NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    """(expert, first row, the row after its last, column tile) of a tile; M_MAX > 0: masked, with
-    expert e's rows from e * M_MAX on and their count in `ends`, clamped to it."""
-    if M_MAX > 0:
-        NUM_M: tl.constexpr = (M_MAX + BM - 1) // BM
-        expert = at // (NUM_M * NUM_N)
-        local = at % (NUM_M * NUM_N)
-        first = expert * M_MAX + local % NUM_M * BM
-        end = expert * M_MAX + tl.minimum(tl.load(ends + expert), M_MAX)
-        column = local // NUM_M
-    else:
-        tile, column = find_tile(at, tiles, NUM_N, GROUP_M)
-        expert = tl.load(tile_expert + tile)
-        first = tl.load(tile_row + tile)
-        end = tl.load(ends + expert + 1)
-    return expert, first, end, column
+from .tiles import INTERPRET, block_m, glu, place
 
 
 @triton.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os", "groups"])
@@ -100,7 +78,7 @@ def fp8_gemm_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (n[None, :] < WIDTH))
 
 
-_GLUON: bool = triton.__version__.split(".")[:2] == ["3", "6"]  # whose API fp8_hopper.py speaks
+_GLUON: bool = triton.__version__.split(".")[:2] == ["3", "6"]  # whose API hopper/ speaks
 
 
 def _hopper(device: torch.device) -> bool:
@@ -131,7 +109,7 @@ def _prepared(hopper: bool, stages: int, activation: str, **told) -> Launch:
         told["INTERPRET"] = INTERPRET
         warps = 8 if told["BM"] == 128 else 4
         return Launch(fp8_gemm_kernel, **told, num_warps=warps, num_stages=stages)
-    from .fp8_hopper import fp8_hopper_kernel
+    from .hopper.fp8 import fp8_hopper_kernel
 
     del told["BM"]
     return Launch(fp8_hopper_kernel, **told, STAGES=stages, num_warps=4)

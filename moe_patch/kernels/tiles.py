@@ -293,6 +293,28 @@ def find_tile(pid, num_tiles, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def place(
+    at, tiles, tile_expert, tile_row, ends,
+    NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """(expert, first row, the row after its last, column tile) of a tile; M_MAX > 0: masked, with
+    expert e's rows from e * M_MAX on and their count in `ends`, clamped to it."""
+    if M_MAX > 0:
+        NUM_M: tl.constexpr = (M_MAX + BM - 1) // BM
+        expert = at // (NUM_M * NUM_N)
+        local = at % (NUM_M * NUM_N)
+        first = expert * M_MAX + local % NUM_M * BM
+        end = expert * M_MAX + tl.minimum(tl.load(ends + expert), M_MAX)
+        column = local // NUM_M
+    else:
+        tile, column = find_tile(at, tiles, NUM_N, GROUP_M)
+        expert = tl.load(tile_expert + tile)
+        first = tl.load(tile_row + tile)
+        end = tl.load(ends + expert + 1)
+    return expert, first, end, column
+
+
+@triton.jit
 def load_rows(rows, k0, K: tl.constexpr, BK: tl.constexpr, UPCAST: tl.constexpr):
     """[BM, BK] from [BM, 1] row pointers whose columns are contiguous; zero past K."""
     k = k0 + tl.arange(0, BK)[None, :]

@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mutant import block
 from pipeline import Pipeline
 
-from moe_patch.compare import MIN_SLOTS, MIN_SLOTS_INTERPRETED, Comparison
-from moe_patch.law import Row
-from moe_patch.passes import FEW, MANY
+from moe_patch.parity.compare import MIN_SLOTS, MIN_SLOTS_INTERPRETED, Comparison
+from moe_patch.parity.law import Row
+from moe_patch.parity.passes import FEW, MANY
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 BLOCKS = ("qwen3", "llama4", "deepseek_v3")

@@ -1,0 +1,1 @@
+"""Times against Hugging Face's implementations, after parity holds: one kind a file, and `cli`."""

@@ -1,0 +1,251 @@
+"""Times of FP8 with block scales: a MoE's experts, grouped GEMMs, DeepSeek-V3's layer on one rank.
+
+Each row's figures come after its parity: of the same build, on the same tensors, against float64.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import reference, shapes
+from ..formats.scaled import E4M3
+from ..ops import fp8
+from ..ops.experts import fused_experts
+from ..parity import ParityReport, Section, emulate, environment, law
+from .block import OURS, free, times
+
+CONTIGUOUS = [(4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 7168, 2048)]  # G, M, N, K
+MASKED = [(4, 256, 4096, 7168), (4, 256, 7168, 2048)]
+MASKED_ROWS = (64, 128, 192, 256)
+LAYER = {"experts": 256, "local": 32, "hidden": 7168, "inner": 2048}
+TOKENS = LAYER_TOKENS = (1, 64, 1024, 16384)
+BF16, LOOP = "moe_patch bf16", "torch._scaled_mm, a loop"
+JUDGED = 128
+"""Rows of a group, or tokens, that parity looks at: float64 products are slow."""
+
+
+@dataclass(frozen=True)
+class Fp8Timing:
+    """Milliseconds of one call."""
+
+    row: str
+    implementation: str
+    ms: float
+    p10: float
+    p90: float
+    tflops: float
+    tb_s: float  # of the weights that are used, read once
+    speedup: float  # of moe_patch over this one
+
+
+@dataclass
+class _Row:
+    name: str
+    calls: dict[str, Callable[[], object]]
+    flops: float
+    bytes: float
+    judge: Callable[[], law.Row]
+
+
+def rows(shape: str, tokens: tuple[int, ...]) -> Iterator[_Row]:
+    """What is timed: `shape`'s experts at these tokens, then the rows of fixed sizes."""
+    size = shapes.find(shape)
+    for count in tokens:
+        yield _experts(shape, size, count)
+    for sizes in CONTIGUOUS:
+        yield _contiguous(*sizes)
+    for sizes in MASKED:
+        for count in MASKED_ROWS:
+            yield _masked(*sizes, count)
+    for count in LAYER_TOKENS:
+        yield _layer(count)
+
+
+def bench_fp8(row: _Row, *, budget_ms: float = 400.0) -> list[Fp8Timing] | ParityReport:
+    """Times of one row; the report when its parity does not hold."""
+    free()
+    judged = row.judge()
+    if not judged.passed:
+        return ParityReport([Section(row.name, "float8_e4m3fn", 0, [judged])], environment("cuda"))
+    for name, call in list(row.calls.items()):
+        try:
+            call()
+        except (RuntimeError, ValueError, NotImplementedError):
+            if name == OURS:
+                raise
+            del row.calls[name]  # a peer that does not run here
+    taken = times(row.calls, budget_ms=budget_ms)
+    ours, found = statistics.median(taken[OURS]), []
+    for name, every in taken.items():
+        ms, deciles = statistics.median(every), statistics.quantiles(every, n=10)
+        found.append(
+            Fp8Timing(
+                row.name, name, ms, deciles[0], deciles[-1], row.flops / ms / 1e9,
+                row.bytes / ms / 1e9, ms / ours,
+            )
+        )  # fmt: skip
+    return found
+
+
+def weights(groups: int, n: int, k: int, *, seed: int, std: float = 0.02) -> tuple[Tensor, Tensor]:
+    """Random e4m3 [G, N, K] and their scales, a group at a time."""
+    draw = torch.Generator("cuda").manual_seed(seed)
+    q = torch.empty(groups, n, k, dtype=E4M3, device="cuda")
+    scale = torch.empty(groups, n // 128, k // 128, device="cuda")
+    for g in range(groups):
+        weight = torch.randn(1, n, k, generator=draw, device="cuda") * std
+        q[g : g + 1], scale[g : g + 1] = reference.quantize_weight(weight)
+    return q, scale
+
+
+def _verdict(name: str, ours: Tensor, baseline: Tensor, truth: Tensor) -> law.Row:
+    return law.judge(name, ours, [baseline], truth, dtype=torch.bfloat16)
+
+
+def _experts(name: str, size: shapes.Shape, tokens: int) -> _Row:
+    experts, hidden, inner, top_k = (
+        size.num_experts, size.hidden_size, size.intermediate_size, size.top_k,
+    )  # fmt: skip
+    up, up_scale = weights(experts, 2 * inner, hidden, seed=1)
+    down, down_scale = weights(experts, hidden, inner, seed=2)
+    draw = torch.Generator("cuda").manual_seed(3)
+    x = torch.randn(tokens, hidden, generator=draw, device="cuda").bfloat16()
+    logits = torch.randn(tokens, experts, generator=draw, device="cuda")
+    weight, index = logits.softmax(-1).topk(top_k)
+    weight = (weight / weight.sum(-1, keepdim=True)).bfloat16()
+    wide = [
+        torch.stack([reference.dequantize(*pair).bfloat16() for pair in zip(q, s)])
+        for q, s in ((up, up_scale), (down, down_scale))
+    ]
+
+    def ours() -> Tensor:
+        return fused_experts(
+            x, up, down, index, weight, gate_up_scale_inv=up_scale, down_scale_inv=down_scale
+        )
+
+    def judge() -> law.Row:
+        return _judge_experts(
+            "experts", ours(), x, None, (up, up_scale, down, down_scale), index, weight
+        )
+
+    calls = {OURS: ours, BF16: lambda: fused_experts(x, *wide, index, weight)}
+    return _Row(
+        f"{name} experts, {tokens} tokens", calls, size.flops(tokens),
+        size.bytes(tokens, 1), judge,
+    )  # fmt: skip
+
+
+def _judge_experts(
+    name: str, ours: Tensor, x: Tensor, x_scale: Tensor | None,
+    stored: tuple[Tensor, Tensor, Tensor, Tensor], index: Tensor, weight: Tensor,
+) -> law.Row:  # fmt: skip
+    """The first tokens, against unquantised activations, beside Hugging Face's way in PyTorch."""
+    few = slice(0, JUDGED)
+    x, index, weight = x[few], index[few], weight[few]
+    wide = x.float() if x_scale is None else reference.dequantize(x, x_scale[few])
+    up, up_scale, down, down_scale = stored
+    hf = torch.zeros_like(wide)
+    for expert in range(len(up)):
+        token, choice = torch.where(index == expert)
+        rows = emulate.fp8_linear(wide[token], up[expert], up_scale[expert]).bfloat16()
+        rows = emulate.fp8_linear(reference.glu(rows), down[expert], down_scale[expert])
+        hf.index_add_(0, token, rows * weight[token, choice, None].float())
+    exact = reference.fp8_experts(
+        wide, up, down, index, weight, up_scale, down_scale, dtype=torch.float64, requantize=False
+    )
+    return _verdict(name, ours[few], hf.bfloat16(), exact)
+
+
+def _judge_product(found: Tensor, x: Tensor, xs: Tensor, w: Tensor, ws: Tensor) -> law.Row:
+    baseline, truth = (
+        reference.dequantize(x, xs, dtype) @ reference.dequantize(w, ws, dtype).T
+        for dtype in (torch.float32, torch.float64)
+    )
+    return _verdict("out", found, baseline.bfloat16(), truth)
+
+
+def _contiguous(groups: int, m: int, n: int, k: int) -> _Row:
+    rhs, rhs_scale = weights(groups, n, k, seed=1)
+    draw = torch.Generator("cuda").manual_seed(2)
+    lhs, lhs_scale = fp8.quantize(
+        torch.randn(groups * m, k, generator=draw, device="cuda").bfloat16()
+    )
+    offsets = torch.arange(groups + 1, device="cuda", dtype=torch.int32) * m
+
+    apart = [
+        (part, scale.t().contiguous().t()) for part, scale in zip(lhs.split(m), lhs_scale.split(m))
+    ]
+
+    def loop() -> list[Tensor]:
+        return [
+            torch._scaled_mm(x, w.t(), x_scale, w_scale.t(), out_dtype=torch.bfloat16)
+            for (x, x_scale), w, w_scale in zip(apart, rhs, rhs_scale)
+        ]
+
+    def ours() -> Tensor:
+        return fp8.grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, offsets)
+
+    def judge() -> law.Row:
+        last = slice((groups - 1) * m, (groups - 1) * m + JUDGED)
+        return _judge_product(ours()[last], lhs[last], lhs_scale[last], rhs[-1], rhs_scale[-1])
+
+    name = f"contiguous {groups} x {m} x {n} x {k}"
+    calls = {OURS: ours, LOOP: loop}
+    return _Row(name, calls, 2.0 * groups * m * n * k, groups * n * k, judge)
+
+
+def _masked(groups: int, m_max: int, n: int, k: int, count: int) -> _Row:
+    rhs, rhs_scale = weights(groups, n, k, seed=1)
+    draw = torch.Generator("cuda").manual_seed(2)
+    lhs, lhs_scale = fp8.quantize(
+        torch.randn(groups * m_max, k, generator=draw, device="cuda").bfloat16()
+    )
+    lhs, lhs_scale = lhs.view(groups, m_max, k), lhs_scale.reshape(groups, m_max, -1)
+    masked_m = torch.full((groups,), count, dtype=torch.int32, device="cuda")
+    out = torch.empty(groups, m_max, n, dtype=torch.bfloat16, device="cuda")
+
+    def ours() -> Tensor:
+        return fp8.masked_grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, masked_m, count, out=out)
+
+    def judge() -> law.Row:
+        few = -1, slice(0, count)
+        return _judge_product(ours()[few], lhs[few], lhs_scale[few], rhs[-1], rhs_scale[-1])
+
+    name = f"masked {groups} x {count} of {m_max} x {n} x {k}"
+    return _Row(name, {OURS: ours}, 2.0 * groups * count * n * k, groups * n * k, judge)
+
+
+def _layer(tokens: int) -> _Row:
+    experts, local, hidden, inner = LAYER.values()
+    stored = (
+        *weights(local, 2 * inner, hidden, seed=1),
+        *weights(local, hidden, inner, seed=2),
+    )
+    draw = torch.Generator("cuda").manual_seed(3)
+    x, scale = fp8.quantize(torch.randn(tokens, hidden, generator=draw, device="cuda").bfloat16())
+    logits = torch.randn(tokens, experts, generator=draw, device="cuda")
+    bias = torch.randn(experts, generator=draw, device="cuda") * 0.1
+    index, weight = reference.select_experts(
+        logits, 8, score="sigmoid", renormalize=True, scale=2.5, eps=1e-20, bias=bias,
+        num_groups=8, top_groups=4,
+    )  # fmt: skip
+    first = int(index[0, 0]) // local * local  # a single token has work here, too
+    index = index - first
+    here = (index >= 0) & (index < local)
+
+    def ours() -> Tensor:
+        return fp8.moe(x, scale, logits, *stored, correction_bias=bias, local_expert_offset=first)
+
+    def judge() -> law.Row:
+        return _judge_experts("out", ours(), x, scale, stored, index, weight)
+
+    slots, used = int(here.sum()), len(index[here].unique())
+    return _Row(
+        f"DeepSeek-V3 layer, {local} of {experts} experts, {tokens} tokens", {OURS: ours},
+        6.0 * slots * hidden * inner, 3.0 * used * hidden * inner, judge,
+    )  # fmt: skip

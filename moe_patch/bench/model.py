@@ -1,0 +1,208 @@
+"""Tokens a second of a whole, randomly initialised model: patched against as it comes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ..patcher import patch, unpatch
+from ..shapes import building
+from .block import first_line, free, short_of
+
+TASKS = ("prefill", "decode", "static", "lora", "lora-reentrant")
+"""One forward of a prompt; generation; generation with a static cache, which HF compiles; a step
+of training LoRA on attention and experts, with gradient checkpointing of either kind, which leaves
+adapters."""
+DEFAULT, TRAINING = TASKS[:3], TASKS[3:]
+PREFILL = ((1, 1024), (1, 8192), (4, 4096))
+LORA = ((4, 1024),)
+RANK = 16
+BATCHES = (1, 16)
+PROMPT, NEW = 128, 64
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Medians of tokens a second, of all sequences together; for decoding, after the first one."""
+
+    model: str
+    layers: int
+    task: str
+    batch: int
+    prompt: int
+    hf_tokens_s: float
+    tokens_s: float  # patched
+    speedup: float
+    hf_peak_gb: float | None = None  # of a training step, the weights included
+    peak_gb: float | None = None
+
+
+def read_config(file: Path, layers: int | None = None) -> PreTrainedConfig:
+    """The config in that file, with its first `layers` layers only.
+
+    Raises:
+        ValueError: there is no such config, or it has fewer layers.
+    """
+    if not file.is_file():
+        raise ValueError(f"no model config at {str(file)!r}: a config.json of transformers is read")
+    try:
+        config = AutoConfig.from_pretrained(str(file), trust_remote_code=False)
+    # a broken file raises whatever the class of its model_type raises
+    except Exception as error:
+        raise ValueError(
+            f"{file} is no config of this transformers: {first_line(error)}"
+        ) from error
+    text = config.get_text_config()
+    if layers is not None:
+        if not 1 <= layers <= text.num_hidden_layers:
+            raise ValueError(
+                f"{file} has {text.num_hidden_layers} layers, {layers} were asked for: use 1 to "
+                f"{text.num_hidden_layers}"
+            )
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):  # caches are made one for each
+            text.layer_types = text.layer_types[:layers]
+    return config
+
+
+def build(config: PreTrainedConfig, device: torch.device | str = "cuda") -> PreTrainedModel:
+    """The model with Hugging Face's own random initialisation, bfloat16, made on the device."""
+    with building(torch.bfloat16, torch.device(device), seed=0):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def rows(tasks: Sequence[str] = DEFAULT) -> list[tuple[str, int, int]]:
+    """(task, batch, tokens of the prompt) of everything to measure."""
+    sizes = {"prefill": PREFILL} | dict.fromkeys(TRAINING, LORA)
+    decode = [(batch, PROMPT) for batch in BATCHES]
+    last = sorted(tasks, key=lambda task: task in TRAINING)  # their adapters stay in the model
+    return [(task, *size) for task in last for size in sizes.get(task, decode)]
+
+
+def rate(model: PreTrainedModel, name: str, task: str, batch: int, prompt: int) -> Rate | str:
+    """Measures one row, interleaved but for what is compiled. The model comes back unpatched.
+
+    Returns:
+        the row; or a note, when the GPU has too little memory or Hugging Face's own code fails.
+    """
+    config, row = model.config.get_text_config(), f"{name}, {task}, {batch} x {prompt}"
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (batch, prompt), generator=generator).to(model.device)
+    found: dict[bool, list[float]] = {False: [], True: []}
+    peaks: dict[bool, float] = {}
+    note = None
+    try:
+        optimizer = _adapted(model, task) if task in TRAINING else None
+        for patched in _turns(task):
+            (patch if patched else unpatch)(model)
+            if not found[patched]:
+                torch.compiler.reset()  # what was compiled is of the other one
+                peaks[patched] = _peak_gb(lambda: _tokens_s(model, task, ids, optimizer))
+            found[patched].append(_tokens_s(model, task, ids, optimizer))
+    except torch.OutOfMemoryError as error:
+        note = f"{row}: skipped, {short_of(error)}"
+    except RuntimeError as error:
+        if patched:
+            raise
+        note = f"{row}: skipped, Hugging Face's own fails: {first_line(error)}"
+    finally:
+        unpatch(model)
+    if note:
+        free()
+        return note
+    hf, ours = (statistics.median(found[patched]) for patched in (False, True))
+    memory = (peaks[False], peaks[True]) if task in TRAINING else ()
+    return Rate(name, config.num_hidden_layers, task, batch, prompt, hf, ours, ours / hf, *memory)
+
+
+def _turns(task: str) -> Iterator[bool]:
+    """Patched or not, in order: each switch would throw away what was compiled."""
+    turns = [False, True] * ROUNDS
+    return iter(sorted(turns) if task == "static" else turns)
+
+
+def _tokens_s(
+    model: PreTrainedModel, task: str, ids: Tensor, optimizer: Optimizer | None = None
+) -> float:
+    if task == "prefill":
+        return ids.numel() / _seconds(lambda: _prefill(model, ids))
+    if optimizer is not None:
+        return ids.numel() / _seconds(lambda: _train(model, ids, optimizer))
+    more = {"cache_implementation": "static"} if task == "static" else {}
+
+    def generate(new: int) -> None:
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=new,
+            max_new_tokens=new,
+            pad_token_id=0,
+            **more,
+        )
+
+    total = _seconds(lambda: generate(NEW))
+    return len(ids) * (NEW - 1) / (total - _seconds(lambda: generate(1)))
+
+
+def _prefill(model: PreTrainedModel, ids: Tensor) -> None:
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+
+
+def _adapted(model: PreTrainedModel, task: str) -> Optimizer:
+    """Of LoRA on attention and on the experts' stacked weights, everything else frozen."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    if not any(parameter.requires_grad for parameter in _adapters(model)):
+        model.requires_grad_(False)
+        experts = {
+            ".".join(name.split(".")[-3:])
+            for name, parameter in model.named_parameters()
+            if parameter.dim() == 3 and name.endswith(("gate_up_proj", "down_proj"))
+        }
+        config = LoraConfig(
+            r=RANK,
+            lora_alpha=2 * RANK,
+            init_lora_weights=False,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=sorted(experts),
+        )
+        inject_adapter_in_model(config, model)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": task.endswith("reentrant")})
+    model.enable_input_require_grads()
+    return torch.optim.AdamW(_adapters(model), lr=1e-5)
+
+
+def _adapters(model: PreTrainedModel) -> list[Tensor]:
+    return [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+
+
+def _train(model: PreTrainedModel, ids: Tensor, optimizer: Optimizer) -> None:
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _peak_gb(call: Callable[[], object]) -> float:
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated() / 1e9
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin

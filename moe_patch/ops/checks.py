@@ -1,0 +1,95 @@
+"""What fused_experts() takes, and a sentence for what it does not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats.scaled import E4M3, check_scaled
+from ..kernels import require
+from .grouped import DTYPES
+
+
+def check(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weight_on: str,
+    projections: int = 2,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_up_scale_inv: Tensor | None = None,
+    down_scale_inv: Tensor | None = None,
+) -> None:
+    """Of `fused_experts`; `projections` 1: without a gate. Raises as it does."""
+    if weight_on not in ("output", "input"):
+        raise ValueError(f"weight_on is {weight_on!r}, use 'output' or 'input'.")
+    if hidden_states.dim() != 2 or gate_up_proj.dim() != 3 or down_proj.dim() != 3:
+        raise ValueError(
+            "fused_experts takes hidden_states [T, H], gate_up_proj [E, 2I, H] and down_proj "
+            f"[E, H, I], found {tuple(hidden_states.shape)}, {tuple(gate_up_proj.shape)} and "
+            f"{tuple(down_proj.shape)}."
+        )
+    (tokens, hidden), (experts, inner, _) = hidden_states.shape, gate_up_proj.shape
+    fit = down_proj.shape == (experts, hidden, inner // projections)
+    if gate_up_proj.shape[2] != hidden or not fit:
+        rows = "2I" if projections == 2 else "I"
+        raise ValueError(
+            f"hidden_states {tuple(hidden_states.shape)} needs gate_up_proj [E, {rows}, {hidden}] "
+            f"and down_proj [E, {hidden}, I], found {tuple(gate_up_proj.shape)} and "
+            f"{tuple(down_proj.shape)}: pass weights stored the other way as .transpose(1, 2)."
+        )
+    if inner % projections:
+        raise ValueError(f"gate_up_proj has {inner} rows an expert, an even number is needed.")
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != tokens:
+        raise ValueError(
+            f"top_k_index must be [{tokens}, K], one row a token, found {tuple(top_k_index.shape)}."
+        )
+    if top_k_weights.shape != top_k_index.shape:
+        raise ValueError(
+            f"top_k_weights {tuple(top_k_weights.shape)} must have the shape of top_k_index "
+            f"{tuple(top_k_index.shape)}."
+        )
+    if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool:
+        raise TypeError(f"top_k_index is {top_k_index.dtype}, an integer dtype is needed.")
+    scaled = gate_up_scale_inv is not None or down_scale_inv is not None
+    if scaled or E4M3 in (gate_up_proj.dtype, down_proj.dtype):
+        check_scaled("gate_up_proj", gate_up_proj, gate_up_scale_inv, "gate_up_scale_inv")
+        check_scaled("down_proj", down_proj, down_scale_inv, "down_scale_inv")
+    elif gate_up_proj.dtype not in DTYPES or gate_up_proj.dtype != down_proj.dtype:
+        raise TypeError(
+            f"gate_up_proj is {gate_up_proj.dtype} and down_proj {down_proj.dtype}: both must be "
+            "the same one of bfloat16, float16 and float32."
+        )
+    if hidden_states.dtype not in DTYPES or top_k_weights.dtype not in DTYPES:
+        raise TypeError(
+            f"hidden_states is {hidden_states.dtype} and top_k_weights {top_k_weights.dtype}: "
+            "each must be bfloat16, float16 or float32."
+        )
+    for name, bias, size in (
+        ("gate_up_bias", gate_up_bias, inner),
+        ("down_bias", down_bias, hidden),
+    ):
+        if bias is None:
+            continue
+        if weight_on == "input":
+            raise ValueError(f"{name} and weight_on='input' are not computed together.")
+        if bias.shape != (experts, size) or bias.dtype not in DTYPES:
+            raise ValueError(
+                f"{name} must be a floating-point [{experts}, {size}], found {bias.dtype} "
+                f"{tuple(bias.shape)}."
+            )
+    device = hidden_states.device
+    if not (gate_up_proj.device == down_proj.device == top_k_index.device == device):
+        raise _devices(hidden_states, gate_up_proj, down_proj, top_k_index)
+    for tensor in (top_k_weights, gate_up_bias, down_bias, gate_up_scale_inv, down_scale_inv):
+        if tensor is not None and tensor.device != device:
+            raise _devices(hidden_states, tensor)
+    require(device)
+
+
+def _devices(*tensors: Tensor) -> ValueError:
+    found = ", ".join(str(tensor.device) for tensor in tensors)
+    return ValueError(f"all tensors must be on one device, found {found}.")

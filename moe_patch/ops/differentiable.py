@@ -1,0 +1,106 @@
+"""Fallbacks where kernels cannot follow PyTorch, and gradients that can be differentiated again.
+
+The kernels compute values and first gradients. Second derivatives, forward-mode AD, torch.func and
+torch.jit.trace need operators that PyTorch knows: the plain twins in reference.py, or Hugging
+Face's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import reference
+
+_in_transform, _in_trace = torch._C._are_functorch_transforms_active, torch._C._is_tracing
+
+
+def why_not_kernels() -> str | None:
+    """None where kernels may run, else what they cannot be part of, in one sentence.
+
+    Compiled graphs hold them as operators of their own, with the rules that torch.compile asks for.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if _in_transform():
+        return "a torch.func transform runs, whose tensors the fused kernels cannot read"
+    if forward_ad._current_level >= 0:
+        return "forward-mode AD runs, and the fused kernels compute no tangents"
+    if _in_trace():
+        return "torch.jit.trace runs, which cannot record the fused kernels"
+    return None
+
+
+def wanted(d_out: Tensor) -> bool:
+    """Asked in a backward: whether somebody differentiates or transforms the gradients.
+
+    Grad mode is on in a backward with create_graph=True alone. is_grads_batched=True and
+    autograd.functional run a vmap older than torch.func's, known by the tensors alone.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled() or why_not_kernels() is not None:
+        return True
+    return "Batched" in repr(torch._C._dispatch_keys(d_out))
+
+
+def gradients(
+    twin: Callable[..., Tensor], inputs: Sequence[Tensor], need: Sequence[bool], d_out: Tensor
+) -> list[Tensor | None]:
+    """Gradients of the needed ones of `inputs`, by operators that PyTorch can differentiate.
+
+    Args:
+        twin: computes in plain PyTorch, from `inputs`, what the kernels computed.
+        inputs: as autograd kept them, with their history.
+        need: one for each of `inputs`.
+        d_out: the gradient of the result.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # partial derivatives: one input may have been computed from another
+        inputs = [x.view_as(x) if needed else x.detach() for x, needed in zip(inputs, need)]
+        out = twin(*inputs)
+    found = iter(
+        torch.autograd.grad(
+            out,
+            [x for x, needed in zip(inputs, need) if needed],
+            d_out,
+            create_graph=create_graph,
+            materialize_grads=True,
+        )
+    )
+    return [next(found) if needed else None for needed in need]
+
+
+def refuse_fp8() -> None:
+    """Raises: FP8 weights and activations have first gradients alone."""
+    raise RuntimeError(
+        "moe_patch computes first gradients alone through FP8 weights, found create_graph=True or "
+        "a transform of the backward: dequantise the weights, or run moe_patch.unpatch(model)."
+    )
+
+
+def experts(
+    on_input: bool,
+    activation: str,
+    hidden_states: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    *extra: Tensor,
+) -> Tensor:
+    """fused_experts in plain PyTorch, of what its operators take: see `_by_sort` there."""
+    found = [t if t.numel() else None for t in extra] + [None] * (8 - len(extra))
+    a1, b1, a2, b2, gate_up_bias, down_bias, *scales = found
+    return reference.fused_experts(
+        hidden_states, gate_up, down, index, weights,
+        weight_on="input" if on_input else "output", activation=activation,
+        gate_up_bias=gate_up_bias, down_bias=down_bias,
+        gate_up_low_rank=None if a1 is None else (a1, b1),
+        down_low_rank=None if a2 is None else (a2, b2),
+        gate_up_scale_inv=scales[0], down_scale_inv=scales[1],
+    )  # fmt: skip
