@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from .compare import MIN_SLOTS, MIN_SLOTS_INTERPRETED, Comparison
+from .compare import MIN_SLOTS, MIN_SLOTS_BRIEFLY, Comparison
 from .law import Row, judge
 from .models.decorated import ENABLED
 from .models.fp8 import is_quantised
@@ -230,8 +230,7 @@ def _plan(
     The first block of every kind runs in every way at one number of tokens, a later one at that
     number alone. `kinds` grows by this block's.
     """
-    interpreted = comparison.device.type == "cpu"
-    comparison.min_slots = MIN_SLOTS_INTERPRETED if interpreted and not thorough else MIN_SLOTS
+    comparison.min_slots = MIN_SLOTS if thorough else MIN_SLOTS_BRIEFLY
     numbers = _tokens(counts, hidden_states, comparison)
     enough = [n for n in numbers if n * comparison.top_k >= MIN_SLOTS]
     main = min(enough) if enough else max(numbers)
