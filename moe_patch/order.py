@@ -56,7 +56,9 @@ class ExpertOrder:
     @classmethod
     def numel(cls, num_slots: int, num_experts: int, block_m: int) -> int:
         """Length of the buffer that `view` splits."""
-        return sum(n + -n % 4 for n in cls.sizes(num_slots, num_experts, block_m))
+        if type(num_slots) is not int:  # a symbol, while torch.compile traces
+            return sum(_pieces.__wrapped__(num_slots, num_experts, block_m)[0])
+        return sum(_pieces(num_slots, num_experts, block_m)[0])
 
     @classmethod
     def view(cls, buffer: Tensor, num_slots: int, num_experts: int, block_m: int) -> ExpertOrder:
@@ -64,7 +66,7 @@ class ExpertOrder:
         pieces = _pieces.__wrapped__ if torch.compiler.is_compiling() else _pieces
         lengths, kept = pieces(num_slots, num_experts, block_m)
         pieces = buffer.split_with_sizes(lengths)
-        return cls(*(pieces[i] for i in kept), block_m=block_m)
+        return cls(*[pieces[i] for i in kept], block_m=block_m)
 
 
 @functools.lru_cache(1024)

@@ -16,7 +16,7 @@ from faults import Change
 from pipeline import Pipeline
 from torch import nn
 
-from moe_patch.parity.compare import MIN_SLOTS_INTERPRETED, Comparison
+from moe_patch.parity.compare import MIN_SLOTS_BRIEFLY, Comparison
 from moe_patch.parity.law import Row
 from moe_patch.parity.passes import MANY
 from moe_patch.shapes import Shape, build
@@ -50,7 +50,7 @@ class Question:
         """The certificate's rows about whatever is installed."""
         comparison = Comparison(block(self.block, dtype))
         if self.tokens == 1:  # the interpreter's default, or less: the law widens, draws take time
-            comparison.min_slots = 16 if dtype == torch.float32 else MIN_SLOTS_INTERPRETED
+            comparison.min_slots = 16 if dtype == torch.float32 else MIN_SLOTS_BRIEFLY
         ways = [way for way in MANY if str(way) == self.way]
         assert len(ways) == bool(self.way)
         return comparison.rows(self.tokens, backward=self.backward, seed=seed, ways=ways)[0]

@@ -432,3 +432,18 @@ def test_inputs_are_not_the_numbers_that_weights_of_the_same_seed_begin_with(mon
         comparison.rows(64, backward=False, seed=5)
     drawn = torch.randn(64, comparison.hidden_size, generator=torch.Generator().manual_seed(5))
     assert not torch.allclose(seen[0].x / seen[0].x[0, 0], drawn / drawn[0, 0])
+
+
+@pytest.mark.parametrize(
+    "reached, counts",
+    [
+        ({1: "a", 7: "a", 50: "a", 200: "a", 1000: "b", 3200: "bc", 8192: "d"}, [1, 7, 3200, 8192]),
+        ({1: "a", 7: "ab", 50: "b", 200: "ab", 1000: "a", 3200: "b", 8192: "a"}, [1, 7]),
+        ({1: "a", 7: "b", 50: "c", 200: "d", 1000: "cd", 3200: "d", 8192: "d"}, [1, 7, 1000]),
+    ],
+)
+def test_fewest_numbers_of_tokens_that_reach_every_path(monkeypatch, reached, counts):
+    comparison = Comparison(build("tiny_qwen3"))
+    comparison.device = torch.device("cuda")  # where more are tried
+    monkeypatch.setattr(compare.kernels.ways, "ways", lambda tokens, *_: tuple(reached[tokens]))
+    assert comparison.token_counts() == counts

@@ -206,3 +206,11 @@ def test_first_names_the_first():
     assert law.first(mask) is None
     mask[1, 2] = mask[2, 0] = True
     assert law.first(mask, (7,)) == (7, 1, 2)
+
+
+def test_effective_numbers():
+    assert law.effective(torch.ones(50)) == pytest.approx(50)
+    assert law.effective(torch.tensor([1.0, 0.0, -1.0])) == pytest.approx(2)
+    assert law.effective(torch.zeros(3)) == math.inf
+    gaussian = torch.randn(30000, generator=torch.Generator().manual_seed(0))
+    assert law.effective(gaussian) == pytest.approx(10000, rel=0.1)

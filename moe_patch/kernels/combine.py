@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, launches, power_of_two
+from .launch import Launch, cdiv, launches, power_of_two
 
 
 @triton.jit
@@ -40,13 +42,18 @@ def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | Non
     tokens, hidden = slot_to_row.numel() // top_k, rows.shape[1]
     out = rows.new_empty(tokens, hidden)
     if tokens:
-        block = min(2048 if tokens >= 256 else 256, power_of_two(hidden))
-        start = _combine(
-            H=hidden, TOP_K=top_k, WEIGHTED=weights is not None, BLOCK=block, num_warps=4
-        )
+        start, columns = _prepare(tokens >= 256, hidden, top_k, weights is not None)
         weights = rows if weights is None else weights
-        start((tokens, cdiv(hidden, block)), rows, slot_to_row, weights, out)
+        start((tokens, columns), rows, slot_to_row, weights, out)
     return out
+
+
+@functools.lru_cache(1024)
+def _prepare(many: bool, hidden: int, top_k: int, weighted: bool) -> tuple[Launch, int]:
+    """(combine_kernel, made ready, and the programs of a token)."""
+    block = min(2048 if many else 256, power_of_two(hidden))
+    start = _combine(H=hidden, TOP_K=top_k, WEIGHTED=weighted, BLOCK=block, num_warps=4)
+    return start, cdiv(hidden, block)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -74,8 +81,7 @@ def sum_partials(
     dropped slots. `start` [S] is float32."""
     slots = slot_to_row.numel()
     if slots:
-        block = min(256, power_of_two(slots))
-        options = {"COLUMNS": partials.shape[1], "START": start is not None, "BLOCK": block}
+        options = {"COLUMNS": partials.shape[1], "START": start is not None, "BLOCK": 256}
         launch = _sum_partials(**options, num_warps=4)
-        launch((cdiv(slots, block),), partials, start, slot_to_row, out, slots)
+        launch((cdiv(slots, 256),), partials, start, slot_to_row, out, slots)
     return out

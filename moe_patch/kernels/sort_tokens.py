@@ -30,11 +30,11 @@ def count_kernel(ids, counts, num_slots, E: tl.constexpr, BINS: tl.constexpr, BL
     tl.store(counts + block * BINS + tl.arange(0, BINS), found)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+@triton.jit(do_not_specialize=["num_slots", "num_blocks", "block_m"])
 def place_kernel(
     ids, counts,
     expert_offsets, row_to_slot, slot_to_row, tile_expert, tile_row, num_tiles,
-    num_slots, num_blocks, E: tl.constexpr, BM: tl.constexpr,
+    num_slots, num_blocks, block_m, E: tl.constexpr,
     BINS: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -56,7 +56,7 @@ def place_kernel(
             before += tl.sum(tl.where(b < block, chunk, 0), axis=0)
     offset = tl.cumsum(total) - total
     rows = tl.sum(total)
-    tiles = (total + BM - 1) // BM
+    tiles = (total + block_m - 1) // block_m
     tile_offset = tl.cumsum(tiles) - tiles
     if block == 0:
         tl.store(expert_offsets + bins, offset, mask=bins < E)
@@ -79,16 +79,21 @@ def place_kernel(
     tl.store(row_to_slot + row, slot, mask=inside)
     tl.store(slot_to_row + slot, tl.where(known, row, -1), mask=inside)
     rank = row - tl.load(scratch + BINS + expert, mask=known, other=0)
-    tile = tl.load(scratch + 2 * BINS + expert, mask=known, other=0) + rank // BM
-    leads = known & (rank % BM == 0)
+    tile = tl.load(scratch + 2 * BINS + expert, mask=known, other=0) + rank // block_m
+    leads = known & (rank % block_m == 0)
     tl.store(tile_expert + tile, expert, mask=leads)
     tl.store(tile_row + tile, row, mask=leads)
 
 
 def _block(slots: int) -> int:
-    """Slots a program sorts: small sorts are fast, many programs read many counts."""
-    if INTERPRET or slots <= 512:
-        return min(64 if INTERPRET else 512, max(16, power_of_two(slots)))
+    """Slots a program sorts: small sorts are fast, many programs read many counts.
+
+    Each size is compiled once, so there are few: sorting 64 takes no longer than sorting 16.
+    """
+    if INTERPRET:
+        return min(64, max(16, power_of_two(slots)))
+    if slots <= 512:
+        return max(64, power_of_two(slots))
     return next((b for b in (256, 512, 1024) if slots <= b * b // 4), 2048)
 
 
@@ -105,7 +110,7 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Ten
     """
     slots = top_k_index.numel()
     order = ExpertOrder.view(buffer, slots, num_experts, block_m)
-    count, place, blocks, bins = _start(slots, num_experts, block_m)
+    count, place, blocks, bins = _start(slots, num_experts)
     # counts [blocks, bins], then three rows of scratch for each block
     counts = buffer.new_empty(4, blocks, bins)
     if blocks > 1:
@@ -113,18 +118,18 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Ten
     place(
         (blocks,), top_k_index, counts,
         order.expert_offsets, order.row_to_slot, order.slot_to_row,
-        order.tile_expert, order.tile_row, order.num_tiles, slots, blocks,
+        order.tile_expert, order.tile_row, order.num_tiles, slots, blocks, block_m,
     )  # fmt: skip
     return order
 
 
 @functools.lru_cache(1024)
-def _start(slots: int, num_experts: int, block_m: int) -> tuple[Launch, Launch, int, int]:
+def _start(slots: int, num_experts: int) -> tuple[Launch, Launch, int, int]:
     """Of the two kernels; the number of blocks and of bins."""
     bins = power_of_two(max(num_experts, 2))
     block, blocks = _block(slots), programs(slots)
-    chunk = max(1, min(4096 // bins, power_of_two(blocks)))
+    chunk = 1 if blocks == 1 else max(1, 4096 // bins)  # unused with one block
     sizes = {"E": num_experts, "BINS": bins, "BLOCK": block, "num_warps": 4}
     single = blocks == 1
-    place = Launch(place_kernel, BM=block_m, SINGLE=single, CHUNK=chunk, **sizes)
+    place = Launch(place_kernel, SINGLE=single, CHUNK=chunk, **sizes)
     return Launch(count_kernel, **sizes), place, blocks, bins

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, launches, power_of_two
+from .launch import Launch, cdiv, launches, power_of_two
 
 
 @triton.jit
@@ -171,10 +174,25 @@ def topk_backward_kernel(
 _topk, _topk_backward = launches(topk_kernel), launches(topk_backward_kernel)
 
 
-def _sizes(tokens: int, experts: int, groups: int = 1) -> tuple[int, int, tuple[int]]:
-    padded = power_of_two(max(experts // groups, 2)) * power_of_two(groups)
-    block = max(1, min(1024 // padded, power_of_two(max(tokens, 1))))
-    return padded, block, (cdiv(tokens, block),)
+@functools.lru_cache(1024)
+def _prepare(
+    tokens: int, experts: int, top_k: int, groups: int, itemsize: int, **constants: Any
+) -> tuple[Launch, tuple[int]]:
+    """(topk_kernel, made ready, and its grid); `itemsize` of the logits."""
+    padded = _padded(experts, groups)
+    block = max(1, min(1024 // padded, power_of_two(tokens)))  # tokens a program
+    narrow = itemsize == 2 and padded <= 1 << 13 and groups == 1 and not constants["BIAS"]
+    start = _topk(
+        E=experts, K=top_k, GROUPS=groups, NARROW=narrow, EP=padded, GP=power_of_two(groups),
+        KP=power_of_two(top_k), BLOCK=block, num_warps=min(4, cdiv(block * padded, 256)),
+        **constants,
+    )  # fmt: skip
+    return start, (cdiv(tokens, block),)
+
+
+def _padded(experts: int, groups: int = 1) -> int:
+    """Experts in as many groups, the experts of each and the groups padded to powers of two."""
+    return power_of_two(max(experts // groups, 2)) * power_of_two(groups)
 
 
 def topk(
@@ -203,17 +221,11 @@ def topk(
     index = router_logits.new_empty((tokens, top_k), dtype=torch.int64)
     weights = router_logits.new_empty((tokens, top_k), dtype=dtype)
     if tokens:
-        if top_groups == num_groups:
-            num_groups = 1
-        padded, block, grid = _sizes(tokens, experts, num_groups)
-        narrow = router_logits.element_size() == 2 and padded <= 1 << 13
-        narrow = narrow and bias is None and num_groups == 1
-        start = _topk(
-            STRIDE=router_logits.stride(0), E=experts, K=top_k,
+        start, grid = _prepare(
+            tokens, experts, top_k, 1 if top_groups == num_groups else num_groups,
+            router_logits.element_size(), STRIDE=router_logits.stride(0),
             SIGMOID=sigmoid, RENORMALIZE=renormalize, SCALE=scale, EPS=eps, BIAS=bias is not None,
-            GROUPS=num_groups, TOP_GROUPS=top_groups, BEST=group_best, FILL=group_fill,
-            DENSE=dense is not None, NARROW=narrow, EP=padded, GP=power_of_two(num_groups),
-            KP=power_of_two(top_k), BLOCK=block, num_warps=min(4, cdiv(block * padded, 256)),
+            TOP_GROUPS=top_groups, BEST=group_best, FILL=group_fill, DENSE=dense is not None,
         )  # fmt: skip
         bias = weights if bias is None else bias
         dense = weights if dense is None else dense
@@ -235,7 +247,9 @@ def topk_backward(
     tokens, experts = router_logits.shape
     d_logits = torch.empty_like(router_logits, memory_format=torch.contiguous_format)
     if tokens:
-        padded, block, grid = _sizes(tokens, experts)
+        padded = _padded(experts)
+        block = max(1, 1024 // padded)  # whatever `tokens` is: one binary
+        grid = (cdiv(tokens, block),)
         start = _topk_backward(
             STRIDE=router_logits.stride(0), E=experts, K=index.shape[1],
             SIGMOID=sigmoid, RENORMALIZE=renormalize, SCALE=scale, EPS=eps,

@@ -14,7 +14,7 @@ from ..patcher import patch, unpatch
 from ..paths import PATHS
 from ..recognise.quantised import is_quantised
 from ..recognise.wrapped import is_dtensor
-from .compare import MIN_SLOTS, MIN_SLOTS_INTERPRETED, Comparison
+from .compare import MIN_SLOTS, MIN_SLOTS_BRIEFLY, Comparison
 from .law import Row
 from .passes import FEW, MANY, Pass
 from .report import ParityReport, Section, environment
@@ -116,8 +116,7 @@ def _plan(
     The first block of every kind runs in every way at one number of tokens, a later one at that
     number alone. `kinds` grows by this block's.
     """
-    interpreted = comparison.device.type == "cpu"
-    comparison.min_slots = MIN_SLOTS_INTERPRETED if interpreted and not thorough else MIN_SLOTS
+    comparison.min_slots = MIN_SLOTS if thorough else MIN_SLOTS_BRIEFLY
     numbers = _tokens(counts, hidden_states, comparison)
     enough = [n for n in numbers if n * comparison.top_k >= MIN_SLOTS]
     main = min(enough) if enough else max(numbers)

@@ -5,6 +5,7 @@ T tokens, H hidden size, I intermediate size, E experts, K choices a token.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -44,13 +45,14 @@ _SEED = 0x6D6F65
 MIN_SLOTS = 128
 """Slots that a verdict needs: a rms over a handful of numbers says nothing."""
 
-MIN_SLOTS_INTERPRETED = 32
-"""Slots that are enough in Triton's interpreter, where 64 runs of one token take half a minute; the
-law widens its factors for fewer than MIN_SLOTS."""
+MIN_SLOTS_BRIEFLY = 32
+"""Slots that are enough for a check that is not thorough; the law widens its factors for fewer than
+MIN_SLOTS. (64 runs of one token take ten seconds on a GPU, half a minute in the interpreter.)"""
 
-
-_COUNTS = (1, 7, 50, 200, 1000, 3200, 8192)
-"""Numbers of tokens that are tried, on a GPU. Each that is taken compiles its kernels."""
+_FEW_TOKENS = (1, 7)
+_MANY_TOKENS = (50, 200, 1000, 3200, 8192)
+_MANY_TOKENS_INTERPRETED = (80,)
+"""Numbers of tokens that may be taken. Each that is taken compiles its kernels."""
 
 
 def _rms(x: Tensor) -> float:
@@ -146,16 +148,23 @@ class Comparison:
         return min(getattr(config, "num_experts_per_tok", None) or 2, self.num_experts)
 
     def token_counts(self) -> list[int]:
-        """Numbers of tokens on both sides of every switch between code paths, up to 8192."""
+        """Few tokens, and as few numbers of many, up to 8192, as reach every other code path."""
         experts = find_experts(self.twin)
         up, down = (getattr(experts, name) for name in projections(experts)[:2])
-        counts, seen = [], set()
-        for count in (1, 7, 80) if self.device.type == "cpu" else _COUNTS:
-            ways = kernels.ways.ways(count, self.top_k, up, down, self.dtype)
-            if not set(ways) <= seen:
-                counts.append(count)
-                seen |= set(ways)
-        return counts
+
+        def ways(count: int) -> set[str]:
+            return set(kernels.ways.ways(count, self.top_k, up, down, self.dtype))
+
+        reached = set().union(*map(ways, _FEW_TOKENS))
+        many = {
+            count: ways(count) for count in ((80,) if self.device.type == "cpu" else _MANY_TOKENS)
+        }
+        every = reached.union(*many.values())
+        for length in range(len(many) + 1):
+            for counts in itertools.combinations(many, length):
+                if reached.union(*(many[count] for count in counts)) == every:
+                    return [*_FEW_TOKENS, *counts]
+        raise AssertionError("all of them reach what any of them reaches")
 
     def rows(
         self,

@@ -81,7 +81,7 @@ class Errors:
         Rounding errors are as large as what is rounded, so that this is Satterthwaite's number of
         degrees of freedom of a sum of their squares.
         """
-        return self.truth_square**2 / self.truth_fourth if self.truth_fourth else math.inf
+        return _effective(self.truth_square, self.truth_fourth)
 
     def rms(self, square: float) -> float:
         return math.sqrt(square / max(self.count, 1))
@@ -91,6 +91,16 @@ class Errors:
         """rms e(ours) / rms e(h)."""
         worst = max(self.square[1:])
         return math.sqrt(self.square[0] / worst) if worst else math.inf if self.square[0] else 1.0
+
+
+def effective(values: Tensor) -> float:
+    """How many numbers of one size weigh as much as `values` do, as `Errors.numbers` says."""
+    square = values.detach().double().square()
+    return _effective(float(square.sum()), float(square.square().sum()))
+
+
+def _effective(squares: float, fourths: float) -> float:
+    return squares**2 / fourths if fourths else math.inf
 
 
 def measure(

@@ -6,6 +6,7 @@ T tokens, H hidden size, E experts, K choices a token.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ class RouterComparison:
 
     def measure(
         self, ours: dict[str, Tensor], dtype: torch.dtype
-    ) -> tuple[dict[str, list[Errors]], dict[str, int], Row]:
+    ) -> tuple[dict[str, list[Errors]], dict[str, float], Row]:
         """Errors of every tensor that `run` gave, how many numbers they hang on, and the row of the
         choice.
 
@@ -124,6 +125,7 @@ class RouterComparison:
         choice = {name: value for name, value in options.items() if name not in _WEIGHTS[1:]}
         truth, theirs = (self._truth(ours, run["index"], how, backward) for run in (ours, hf))
         exact = truth.pop("logits")
+        few = law.effective(truth.pop("d_logits")) if backward else math.inf
         row = _wrong_outputs(ours, hf, dtype)
         row = row or routing(ours["index"], ours["logits"], exact, dtype, choice)
         for run, exact in ((ours, truth), (hf, theirs)):  # of the logits that each of them had
@@ -135,11 +137,10 @@ class RouterComparison:
         for name, exact in truth.items():
             moved = hf[name].double() - theirs[name] + exact
             errors[name] = [law.measure(ours[name], [moved], exact)]
-        numbers = dict.fromkeys(errors, ours["index"].numel())
-        if how.get("renormalize"):
-            numbers |= dict.fromkeys(
-                errors.keys() - {"top_k_weights"}, max(numbers.values()) - len(ours["index"])
-            )
+        slots = ours["index"].numel()
+        free = slots - len(ours["index"]) if how.get("renormalize") else slots  # sums of zero
+        numbers = dict.fromkeys(errors, min(free, few))
+        numbers["top_k_weights"] = slots
         return errors, numbers, row
 
     def _bias(self, given: dict[str, Tensor]) -> Tensor | None:
@@ -173,5 +174,6 @@ class RouterComparison:
         found = {"logits": logits.detach()}
         if backward:
             d_weights = given["d_scores"].double().gather(1, index)
+            leaves["d_logits"] = logits
             found |= zip(leaves, torch.autograd.grad(weights, [*leaves.values()], d_weights))
         return found

@@ -40,7 +40,7 @@ class Measured:
     def __init__(self) -> None:
         self.counts: list[int] = []  # tokens of each expert
         self.tensors: dict[str, list[Errors]] = {}  # one Errors, or one for each expert
-        self.numbers: dict[str, int] = {}  # of a tensor whose errors hang on few numbers
+        self.numbers: dict[str, float] = {}  # of a tensor whose errors hang on few numbers
         self.checks: list[Row] = []  # of single draws: routing
 
     def __add__(self, other: Measured) -> Measured:
@@ -114,7 +114,7 @@ def measure(
     index, d_out = ours["index"], given.d_out.double()
     x = given.x.double().requires_grad_()
     weights = ours["weights"].double().requires_grad_()
-    measured, route = Measured(), None
+    measured, route, logits = Measured(), None, None
     if family.router:
         route = getattr(block, family.router).weight.detach().double().requires_grad_()
         logits = x @ route.mT
@@ -138,7 +138,9 @@ def measure(
             truth["d_hidden_states"] += torch.autograd.grad(shared, x, d_out)[0]
     if backward and family.router:
         d_weights = truth["d_top_k_weights"]
-        d_x, truth["d_router"] = torch.autograd.grad(weights, [x, route], d_weights)
+        d_x, truth["d_router"], d_logits = torch.autograd.grad(
+            weights, [x, route, logits], d_weights
+        )
         truth["d_hidden_states"] += d_x
         if family.renormalize and index.shape[1] == 1:
             del truth["d_router"]  # a single weight is always 1: its gradient is rounding noise
@@ -156,6 +158,9 @@ def measure(
     measured.numbers = {name: slots for name in _BY_SLOT if name in measured.tensors}
     if family.renormalize and "d_router" in measured.numbers:
         measured.numbers["d_router"] -= len(index)  # a token's sum to zero
+    if "d_router" in measured.numbers:  # a sum of inputs, each times an error as large as d_logits
+        few = law.effective(d_logits)
+        measured.numbers["d_router"] = min(measured.numbers["d_router"], few)
     return measured
 
 

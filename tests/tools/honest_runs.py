@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mutant import block
 from pipeline import Pipeline
 
-from moe_patch.parity.compare import MIN_SLOTS, MIN_SLOTS_INTERPRETED, Comparison
+from moe_patch.parity.compare import MIN_SLOTS_BRIEFLY, Comparison
 from moe_patch.parity.law import Row
 from moe_patch.parity.passes import FEW, MANY
 
@@ -127,7 +127,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     options.device = "cuda" if options.kernels and torch.cuda.is_available() else "cpu"
     interpreted = options.kernels and options.device == "cpu"
     options.dtypes = options.dtypes or [d for d in DTYPES if d != "bfloat16" or not interpreted]
-    options.min_slots = options.min_slots or (MIN_SLOTS_INTERPRETED if interpreted else MIN_SLOTS)
+    options.min_slots = options.min_slots or MIN_SLOTS_BRIEFLY
     return options
 
 
