@@ -23,7 +23,8 @@ from transformers.integrations.moe import ExpertsInterface
 
 from .. import kernels
 from ..ops.differentiable import why_not_kernels
-from ..ops.experts import DTYPES, fused_experts
+from ..ops.experts import fused_experts
+from ..ops.grouped import DTYPES
 from ..ops.low_rank import LowRank
 from ..recognise import quantised as fp8
 from ..recognise.gates import activation_of, has_own_gate, is_silu

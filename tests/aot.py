@@ -35,6 +35,7 @@ from moe_patch.kernels import launch as launcher
 from moe_patch.kernels import tiles
 from moe_patch.ops import experts, routing
 from moe_patch.ops import fp8 as products
+from moe_patch.ops.operands import Inputs, Projection
 
 launcher.DIRECT = False  # on a machine with a GPU, too
 
@@ -124,32 +125,35 @@ def moe_launches(
             else:
                 w1 = torch.empty(num_experts, width, hidden, dtype=dtype)
                 w2 = torch.empty(num_experts, hidden, inner, dtype=dtype)
-            extra, need = [], [True] * 4
-            if rank:  # the experts themselves are frozen
-                sizes = ((rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank))
-                extra = [torch.empty(num_experts, *size, dtype=dtype) for size in sizes]
-                extra += [torch.empty(0, dtype=dtype)] * 2
-                need = [True, False, False, True] + [True] * 4 + [False] * 2
+            up, down, weights_frozen = Projection(w1), Projection(w2), bool(rank or fp8)
+            if rank:
+
+                def factor(*size):
+                    return torch.empty(num_experts, *size, dtype=dtype)
+
+                up = Projection(w1, None, factor(rank, hidden), factor(2 * inner, rank))
+                down = Projection(w2, None, factor(rank, inner), factor(hidden, rank))
             if fp8:
                 w1, w2 = (w.to(torch.float8_e4m3fn) for w in (w1, w2))
                 scales = [
                     torch.empty(w.shape[0], *(-(-n // 128) for n in w.shape[1:])) for w in (w1, w2)
                 ]
-                extra = [torch.empty(0, dtype=dtype)] * 6 + scales
-                need = [True, False, False, True] + [False] * 8
+                up, down = (Projection(w, scale=s) for w, s in zip((w1, w2), scales))
                 if kernels.fp8_gemm.runs(x.device):  # rows that are FP8 already
                     q, x_scale = x.to(torch.float8_e4m3fn), torch.empty(tokens, -(-hidden // 128))
                     products.experts(q, w1, w2, index, weights, *scales, x_scale, act)
             if biased:
-                extra = [torch.empty(0, dtype=dtype)] * 4
-                extra += [torch.empty(num_experts, size, dtype=dtype) for size in (width, hidden)]
-                need = [True] * 4 + [False] * 4 + [True] * 2
-            experts._experts_inference(x, w1, w2, index, weights, llama4, act, extra)
-            kept = experts._experts_forward(x, w1, w2, index, weights, llama4, act, extra)
-            _, pre, buffer, *sides = kept
-            experts._experts_backward(
-                x, x, w1, w2, index, weights, pre, buffer, sides, llama4, act, extra, need
-            )
+                up, down = (
+                    each._replace(bias=torch.empty(num_experts, size, dtype=dtype))
+                    for each, size in ((up, width), (down, hidden))
+                )
+            inputs = Inputs(x, weights, up, down).flat()
+            arguments = (*inputs, index, llama4, act)
+            frozen = (w1, w2, up.scale, down.scale) if weights_frozen else ()
+            need = [each is not None and all(each is not f for f in frozen) for each in inputs]
+            experts._experts_inference(*arguments)
+            _, *made = experts._experts_forward(*arguments)
+            experts._experts_backward(*arguments, *made, x, need)
     finally:
         JITFunction.run = original
     return launches

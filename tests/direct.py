@@ -54,6 +54,7 @@ from triton.runtime.jit import JITFunction
 from moe_patch import kernels, patch
 from moe_patch.kernels import launch, tiles
 from moe_patch.ops import experts, routing
+from moe_patch.ops.operands import Inputs, Projection
 from moe_patch.shapes import build, find
 
 kernels.why_not = functools.cache(lambda device_type: None)
@@ -117,16 +118,18 @@ def compare() -> None:
     launch.Launch.__call__ = both_ways
     for tokens, transposed in ((1100, False), (90, True), (1, False)):
         arguments = moe("cpu", torch.bfloat16, tokens, 128, 64, 2, 1, transposed=transposed)
-        x, gate_up, down, index, weights = tensors = [t.detach() for t in arguments.values()]
+        x, gate_up, down, index, weights = (t.detach() for t in arguments.values())
         factors = ((8, 128), (128, 8), (8, 64), (128, 8))
-        factors = [torch.zeros(2, *size).bfloat16() for size in factors] + [x.new_empty(0)] * 2
-        for low in ([], factors):
-            on_input = transposed or bool(low)  # else torch would index by what no kernel wrote
-            experts._experts_inference(*tensors, on_input, "silu", low)
-            out, pre, buffer, *sides = experts._experts_forward(*tensors, on_input, "silu", low)
-            need = [True] * (4 + len(low[:4])) + [False] * len(low[4:])
-            kept = pre, buffer, sides, on_input, "silu", low, need
-            experts._experts_backward(out, x, gate_up, down, index, weights, *kept)
+        factors = [torch.zeros(2, *size).bfloat16() for size in factors]
+        for low in ([None] * 4, factors):
+            up, low_down = Projection(gate_up, None, *low[:2]), Projection(down, None, *low[2:])
+            inputs = Inputs(x, weights, up, low_down).flat()
+            # else torch would index by what no kernel wrote
+            on_input = transposed or up.a is not None
+            experts._experts_inference(*inputs, index, on_input, "silu")
+            out, *made = experts._experts_forward(*inputs, index, on_input, "silu")
+            need = [each is not None for each in inputs]
+            experts._experts_backward(*inputs, index, on_input, "silu", *made, out, need)
         if not transposed:
             scaled = in_fp8(moe("cpu", torch.bfloat16, tokens, 128, 128, 2, 1))
             experts.fused_experts(**scaled).sum().backward()

@@ -19,7 +19,7 @@ from ops import assert_close, gradients, in_double, in_fp8, moe, quantised
 
 from moe_patch import fp8, reference
 from moe_patch.activation import Activation
-from moe_patch.ops.experts import expert_order, fused_experts, grouped_gemm
+from moe_patch.ops import expert_order, fused_experts, grouped_gemm
 from moe_patch.ops.routing import select_experts
 
 SIZES = [  # T, H, I, E, K: TMA and pointers, whole and ragged tiles, each tile height, both dw

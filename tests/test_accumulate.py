@@ -8,8 +8,7 @@ from ops import BOUND, assert_close, in_double, moe
 from torch.utils.checkpoint import checkpoint
 
 from moe_patch import reference
-from moe_patch.ops import accumulate
-from moe_patch.ops.experts import expert_order, fused_experts, grouped_gemm
+from moe_patch.ops import accumulate, expert_order, fused_experts, grouped_gemm
 
 WEIGHTS = "gate_up_proj", "down_proj"
 SIZES = (14, 32, 16, 5, 2)
@@ -26,7 +25,7 @@ def made(monkeypatch):
         found.append(out is not None)
         return out
 
-    monkeypatch.setattr("moe_patch.ops.experts.gradient", gradient)
+    monkeypatch.setattr("moe_patch.ops.backward.gradient", gradient)
     return found
 
 

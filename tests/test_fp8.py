@@ -6,7 +6,7 @@ from ops import assert_close, quantised
 
 from moe_patch import fp8, kernels, reference
 from moe_patch.activation import Activation
-from moe_patch.ops.experts import fused_experts, grouped_gemm
+from moe_patch.ops import fused_experts, grouped_gemm
 
 # e4m3 rounds at 2**-4; honest float32 sums rounded to bfloat16 stay under 0.7 * 2**-7
 BOUND, ROUNDED = 0.7 * 2**-7, 2**-5

@@ -10,7 +10,7 @@ from ops import DTYPES, assert_close, in_double, moe, sample
 
 from moe_patch import reference
 from moe_patch.kernels.groups import group_tiles
-from moe_patch.ops.experts import expert_order, grouped_gemm
+from moe_patch.ops import expert_order, grouped_gemm
 from moe_patch.order import ExpertOrder
 
 GEMM_SIZES = [  # T, K (in), N (out), E, top_k

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 import moe_patch
 from moe_patch import reference
 from moe_patch.activation import Activation
-from moe_patch.ops.experts import expert_order, fused_experts, grouped_gemm
+from moe_patch.ops import expert_order, fused_experts, grouped_gemm
 from moe_patch.ops.grouped import add_bias
 from moe_patch.ops.routing import select_experts
 

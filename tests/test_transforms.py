@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import moe_patch
 from moe_patch import reference
 from moe_patch.models import decorated, llama4
-from moe_patch.ops.experts import expert_order, fused_experts, grouped_gemm
+from moe_patch.ops import expert_order, fused_experts, grouped_gemm
 from moe_patch.ops.grouped import add_bias
 from moe_patch.ops.routing import select_experts
 

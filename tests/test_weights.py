@@ -250,12 +250,13 @@ def test_refusals(device, change, error, says):
 
 def test_compiler_is_told_the_shapes_that_come(device):
     from moe_patch.ops.experts import _experts_inference
+    from moe_patch.ops.operands import Inputs, Projection
 
     arguments = in_fp8(moe(device, torch.float32, 3, 40, 24, 2, 1, grad=False))
-    tensors = [arguments[name] for name in list(arguments)[:5]]
-    scales = [arguments["gate_up_scale_inv"], arguments["down_scale_inv"]]
-    extra = [torch.empty(0, device=device)] * 6 + scales
-    assert _experts_inference(*tensors, False, "silu", extra).shape == (3, 40)
+    x, gate_up, down, index, weights = (arguments[name] for name in list(arguments)[:5])
+    gate_up = Projection(gate_up, scale=arguments["gate_up_scale_inv"])
+    down = Projection(down, scale=arguments["down_scale_inv"])
+    options = (*Inputs(x, weights, gate_up, down).flat(), index, False, "silu")
+    assert _experts_inference(*options).shape == (3, 40)
     op = torch.ops.moe_patch.experts_inference.default
-    options = (*tensors, False, "silu", extra)
     torch.library.opcheck(op, options, test_utils="test_faketensor")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,30 +45,43 @@ class Leaf:
         return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def stored(weight: Tensor) -> tuple[Tensor, bool]:
-    """(what to keep of a weight for the backward; whether the weight is its transpose).
+class Stored(NamedTuple):
+    """What to keep of a weight for the backward."""
 
-    A parameter stored [E, K, N] itself: a view would keep the memory that ZeRO-3 takes from it.
+    tensor: Tensor
+    turned: bool
+    """Whether the weight is the transpose of `tensor`."""
+    leaf: Leaf | None
+    """The parameter behind the weight; None when the weight is computed from something else, or
+    needs no gradient."""
+
+
+def stored(weight: Tensor) -> Stored:
+    """Finds the parameter behind a weight, be it itself or stored [E, K, N] and transposed.
+
+    Such a parameter is kept itself: a view would keep the memory that ZeRO-3 takes from it.
     """
-    base = None if torch.compiler.is_compiling() else weight._base
-    if base is None or not base.is_leaf or base.dim() != 3:
-        return weight, False
+    if torch.compiler.is_compiling():
+        return Stored(weight, False, None)
+    base = weight._base
+    if base is not None and base.is_leaf and base.dim() == 3 and _is_transpose(weight, base):
+        return Stored(base, True, Leaf(base, weakref.ref(weight)) if weight.requires_grad else None)
+    leaf = Leaf(weight, None) if weight.requires_grad and weight.is_leaf else None
+    return Stored(weight, False, leaf)
+
+
+def _is_transpose(weight: Tensor, base: Tensor) -> bool:
     same = base.transpose(1, 2)
-    is_it = weight.shape == same.shape and weight.stride() == same.stride()
-    is_it = is_it and weight.data_ptr() == base.data_ptr()
-    if is_it and weight.requires_grad:  # its gradient must be the parameter's, and nothing else
-        node = weight.grad_fn
-        is_it = node is not None and node.name() in ("TransposeBackward0", "PermuteBackward0")
-        is_it = is_it and getattr(node.next_functions[0][0], "variable", None) is base
-    return (base, True) if is_it else (weight, False)
-
-
-def leaf(weight: Tensor, parameter: Tensor, transposed: bool) -> Leaf | None:
-    """The leaf behind a weight, by what `stored` found; None when the weight is computed from
-    something else, or needs no gradient."""
-    if torch.compiler.is_compiling() or not (weight.requires_grad and parameter.is_leaf):
-        return None
-    return Leaf(parameter, weakref.ref(weight) if transposed else None)
+    if weight.shape != same.shape or weight.stride() != same.stride():
+        return False
+    if weight.data_ptr() != base.data_ptr():
+        return False
+    if not weight.requires_grad:
+        return True
+    node = weight.grad_fn  # its gradient must be the parameter's, and nothing else
+    if node is None or node.name() not in ("TransposeBackward0", "PermuteBackward0"):
+        return False
+    return getattr(node.next_functions[0][0], "variable", None) is base
 
 
 @dataclass(frozen=True)

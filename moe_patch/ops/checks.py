@@ -8,22 +8,21 @@ from torch import Tensor
 from ..formats.scaled import E4M3, check_scaled
 from ..kernels import require
 from .grouped import DTYPES
+from .operands import Projection, Routing
 
 
 def check(
     hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
+    gate_up: Projection,
+    down: Projection,
+    routing: Routing,
     weight_on: str,
     projections: int = 2,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    gate_up_scale_inv: Tensor | None = None,
-    down_scale_inv: Tensor | None = None,
 ) -> None:
-    """Of `fused_experts`; `projections` 1: without a gate. Raises as it does."""
+    """Checks what `fused_experts` is given, and raises as it does; `projections` 1: no gate."""
+    gate_up_proj, gate_up_bias, _, _, gate_up_scale_inv = gate_up
+    down_proj, down_bias, _, _, down_scale_inv = down
+    top_k_index, top_k_weights, _ = routing
     if weight_on not in ("output", "input"):
         raise ValueError(f"weight_on is {weight_on!r}, use 'output' or 'input'.")
     if hidden_states.dim() != 2 or gate_up_proj.dim() != 3 or down_proj.dim() != 3:

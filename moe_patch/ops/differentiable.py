@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import reference
+from .operands import Projection, Routing
 
 _in_transform, _in_trace = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 
@@ -48,20 +49,26 @@ def wanted(d_out: Tensor) -> bool:
 
 
 def gradients(
-    twin: Callable[..., Tensor], inputs: Sequence[Tensor], need: Sequence[bool], d_out: Tensor
+    twin: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    need: Sequence[bool],
+    d_out: Tensor,
 ) -> list[Tensor | None]:
     """Gradients of the needed ones of `inputs`, by operators that PyTorch can differentiate.
 
     Args:
         twin: computes in plain PyTorch, from `inputs`, what the kernels computed.
-        inputs: as autograd kept them, with their history.
+        inputs: as autograd kept them, with their history; None where there is none.
         need: one for each of `inputs`.
         d_out: the gradient of the result.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # partial derivatives: one input may have been computed from another
-        inputs = [x.view_as(x) if needed else x.detach() for x, needed in zip(inputs, need)]
+        inputs = [
+            x if x is None else x.view_as(x) if needed else x.detach()
+            for x, needed in zip(inputs, need)
+        ]
         out = twin(*inputs)
     found = iter(
         torch.autograd.grad(
@@ -84,23 +91,14 @@ def refuse_fp8() -> None:
 
 
 def experts(
-    on_input: bool,
-    activation: str,
-    hidden_states: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    *extra: Tensor,
+    x: Tensor, gate_up: Projection, down: Projection, routing: Routing, activation: str
 ) -> Tensor:
-    """fused_experts in plain PyTorch, of what its operators take: see `_by_sort` there."""
-    found = [t if t.numel() else None for t in extra] + [None] * (8 - len(extra))
-    a1, b1, a2, b2, gate_up_bias, down_bias, *scales = found
+    """fused_experts in plain PyTorch."""
     return reference.fused_experts(
-        hidden_states, gate_up, down, index, weights,
-        weight_on="input" if on_input else "output", activation=activation,
-        gate_up_bias=gate_up_bias, down_bias=down_bias,
-        gate_up_low_rank=None if a1 is None else (a1, b1),
-        down_low_rank=None if a2 is None else (a2, b2),
-        gate_up_scale_inv=scales[0], down_scale_inv=scales[1],
+        x, gate_up.weight, down.weight, routing.index, routing.weights,
+        weight_on="input" if routing.on_input else "output", activation=activation,
+        gate_up_bias=gate_up.bias, down_bias=down.bias,
+        gate_up_low_rank=None if gate_up.a is None else (gate_up.a, gate_up.b),
+        down_low_rank=None if down.a is None else (down.a, down.b),
+        gate_up_scale_inv=gate_up.scale, down_scale_inv=down.scale,
     )  # fmt: skip

@@ -174,8 +174,9 @@ def _plain(
 class _GroupedGemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, scale, block_m, gather, scatter, *order):
-        kept, ctx.turned = stored(weight)
-        ctx.save_for_backward(x, kept, scale, *order)
+        kept = stored(weight)
+        ctx.turned = kept.turned
+        ctx.save_for_backward(x, kept.tensor, scale, *order)
         ctx.options = (block_m, gather, scatter)
         return _grouped_gemm(x, weight, list(order), block_m, gather, scatter, scale)
 

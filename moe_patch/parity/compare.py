@@ -156,9 +156,8 @@ class Comparison:
             return set(kernels.ways.ways(count, self.top_k, up, down, self.dtype))
 
         reached = set().union(*map(ways, _FEW_TOKENS))
-        many = {
-            count: ways(count) for count in ((80,) if self.device.type == "cpu" else _MANY_TOKENS)
-        }
+        tried = _MANY_TOKENS if self.device.type == "cuda" else _MANY_TOKENS_INTERPRETED
+        many = {count: ways(count) for count in tried}
         every = reached.union(*many.values())
         for length in range(len(many) + 1):
             for counts in itertools.combinations(many, length):

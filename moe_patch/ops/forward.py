@@ -1,0 +1,132 @@
+"""The experts' forward: decode | sort, gate_up, down, combine | the same in FP8.
+
+    hidden_states [T, H]
+      few tokens, no gradients ->  decode            two kernels that read each chosen expert once
+      else -> sort_tokens                            slots in expert order
+           -> gate_up: gather, GEMM, activation      [S, I]
+           -> grouped_gemm: down                     [S, H]
+           -> combine: weighted sum of K rows        [T, H]
+
+T tokens, H hidden size, I intermediate size, E experts, K choices a token, S = T*K slots, R rank of
+a low-rank update.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .. import kernels
+from ..kernels import on_device
+from ..order import ExpertOrder
+from ..paths import ran
+from . import fp8
+from .grouped import rows_contiguous, sort
+from .operands import Projection, Routing
+
+
+class Forward(NamedTuple):
+    """The result, and what a backward needs besides the inputs."""
+
+    out: Tensor  # [T, H]
+    pre: Tensor | None  # [S, 2I]: the first projection, before the activation, in expert order
+    buffer: Tensor  # int32: the order of slots, see ExpertOrder.view
+    gate_up_side: Tensor | None  # [S, R]: x A^T of the first projection's low-rank update
+    down_side: Tensor | None  # [S, R]: act A^T of the second's
+
+
+def infer(
+    x: Tensor, gate_up: Projection, down: Projection, routing: Routing, activation: str
+) -> Tensor:
+    """x [T, H] -> [T, H]; nothing is kept for a backward."""
+    adapted = gate_up.a is not None or down.a is not None
+    if adapted or not kernels.decode.decodes(routing.index, gate_up.weight, down.weight):
+        return forward(x, gate_up, down, routing, activation, keep=False).out
+    ran("decode")
+    with on_device(x.device):
+        return kernels.decode.decode(
+            rows_contiguous(x), gate_up.weight, down.weight,
+            routing.index.contiguous(), routing.weights.contiguous(),
+            weight_on_input=routing.on_input, activation=activation,
+            gate_up_scale=gate_up.scale, down_scale=down.scale,
+            gate_up_bias=gate_up.bias, down_bias=down.bias,
+        )  # fmt: skip
+
+
+def forward(
+    x: Tensor,
+    gate_up: Projection,
+    down: Projection,
+    routing: Routing,
+    activation: str,
+    *,
+    keep: bool,
+) -> Forward:
+    """x [T, H] -> out [T, H]; with `keep` also the pre-activation that the backward reads."""
+    with on_device(x.device):
+        if gate_up.scale is not None and _multiplies_fp8(x, gate_up, down, routing, activation):
+            ran("fp8")
+            return _in_fp8(x, gate_up, down, routing, activation, keep)
+        ran("sorted")
+        return _sorted(x, gate_up, down, routing, activation, keep)
+
+
+def _sorted(
+    x: Tensor,
+    gate_up: Projection,
+    down: Projection,
+    routing: Routing,
+    activation: str,
+    keep: bool,
+) -> Forward:
+    x, weights = rows_contiguous(x), routing.weights.contiguous()  # [T, H], [T, K]
+    order, buffer = sort(routing.index, len(gate_up.weight), x.dtype)
+    first = None if gate_up.a is None else update(x, order, gate_up.a, gate_up.b)
+    second = None if down.a is None else update(x, order, down.a, down.b)
+
+    act, pre = kernels.gate_up.gate_up(
+        x, gate_up.weight, order, weights, weight_on_input=routing.on_input, save_pre=keep,
+        activation=activation, scale=gate_up.scale, bias=gate_up.bias, low_rank=first,
+    )  # fmt: skip  # [S, I], [S, 2I]
+    rows = kernels.grouped_gemm.grouped_gemm(
+        act, down.weight, order, out=x.new_empty(len(act), x.shape[1]),
+        scale=down.scale, bias=down.bias, low_rank=second,
+    )  # fmt: skip  # [S, H]
+    on_output = None if routing.on_input else weights
+    out = kernels.combine.combine(rows, order.slot_to_row, weights.shape[1], on_output)  # [T, H]
+    return Forward(out, pre, buffer, first and first.side, second and second.side)
+
+
+def _multiplies_fp8(
+    x: Tensor, gate_up: Projection, down: Projection, routing: Routing, activation: str
+) -> bool:
+    """Whether activations are quantised, too, and both products are of FP8 operands."""
+    added = (gate_up.a, gate_up.bias, down.a, down.bias)
+    plain = not routing.on_input and all(tensor is None for tensor in added)
+    return plain and fp8.multiplies(x, gate_up.weight, down.weight, activation)
+
+
+def _in_fp8(
+    x: Tensor,
+    gate_up: Projection,
+    down: Projection,
+    routing: Routing,
+    activation: str,
+    keep: bool,
+) -> Forward:
+    out, pre, order, buffer = fp8.forward(
+        x, gate_up.weight, down.weight, routing.index, routing.weights,
+        gate_up.scale, down.scale, None, activation, keep,
+    )  # fmt: skip  # [T, H], [S, 2I]
+    slots, experts = routing.index.numel(), len(gate_up.weight)
+    if keep and order.block_m != kernels.tiles.block_m(slots, experts, x.dtype):
+        _, buffer = sort(routing.index, experts, x.dtype)  # the backward's tiles are 16-bit
+    return Forward(out, pre, buffer, None, None)
+
+
+def update(x: Tensor, order: ExpertOrder, a: Tensor, b: Tensor) -> kernels.tiles.LowRank:
+    """A [E, R, in] and B [E, out, R] of a low-rank update as kernels take them, with room for the
+    product [S, R] of their rows and A^T."""
+    side = x.new_empty(order.row_to_slot.numel(), a.shape[1])
+    return kernels.tiles.LowRank(a.contiguous(), b.contiguous(), side)
