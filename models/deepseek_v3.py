@@ -7,9 +7,9 @@ import functools
 from torch import Tensor
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
+from ..recognise.eligibility import runs_fused
 from ..recognise.original import Fused, intact, own_forward
 from ..recognise.overlap import both, overlaps
-from .decorated import runs_fused
 
 
 class DeepseekV3MoE(Fused, hf.DeepseekV3MoE):

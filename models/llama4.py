@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from transformers.models.llama4 import modeling_llama4 as hf
 
+from ..notices import warn_once
 from ..ops.experts import fused_experts
 from ..ops.routing import select_experts, sigmoid_scores
+from ..recognise.eligibility import runs_fused, why_not_silu, why_not_weights
 from ..recognise.gates import all_of_deepspeed
+from ..recognise.lending import low_rank_updates
 from ..recognise.original import Fused, intact, own_forward, why_replaced
 from ..recognise.overlap import both
 from ..recognise.wrapped import hooked_by_plan, replaced_forward
-from .decorated import low_rank_updates, runs_fused, warn_once, why_not_silu, why_not_weights
 
 
 class Llama4Router(Fused, hf.Llama4Router):

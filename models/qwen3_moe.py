@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers.models.qwen3_moe import modeling_qwen3_moe as hf
 
 from ..ops.routing import select_experts
+from ..recognise.eligibility import runs_fused
 from ..recognise.original import Fused, intact, own_forward
-from .decorated import runs_fused
 
 
 class Qwen3MoeTopKRouter(Fused, hf.Qwen3MoeTopKRouter):

@@ -35,7 +35,7 @@ from .bench import cli as bench_cli
 from .bench.cli import DTYPES
 from .kernels import table as kernels_table
 from .models import SWAPS
-from .models.decorated import ENABLED
+from .switch import ENABLED
 
 T = TypeVar("T")
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -22,7 +22,7 @@ from torch import nn
 
 from .activation import parse
 from .models import SWAPS, decorated
-from .recognise import gates, routers
+from .recognise import eligibility, gates, routers
 
 _MOE = re.compile(r"^class \w*(?:Experts|SparseMoeBlock|MoE|TextMoe)\w*\(nn\.Module", re.MULTILINE)
 _NAMES = re.compile(r"(Experts|MoE|SparseMLP)$")
@@ -84,14 +84,14 @@ def _of(module: ModuleType, family: str) -> Iterator[Support]:
     classes = [cls for cls in classes if cls.__module__ == module.__name__]
     fused = (cls in SWAPS and "Router" in cls.__name__ or routers.rule_of(cls) for cls in classes)
     router = "fused" if any(fused) else "HF"
-    switched = [cls for cls in classes if decorated.dispatches(cls) or _undecorated(cls)]
+    switched = [cls for cls in classes if eligibility.dispatches(cls) or _undecorated(cls)]
     for cls in switched:
         experts = _build(_undecorated(cls) or cls, module)
         if experts is None:
             yield Support(family, cls.__name__, "", router, "its configuration is not known here")
             continue
-        reason = decorated.why_not_form(experts)
-        parts = None if reason else decorated.why_by_parts(experts)
+        reason = eligibility.why_not_form(experts)
+        parts = None if reason else eligibility.why_by_parts(experts)
         gate = f"by parts: {parts}" if parts else ""
         if not (reason or parts):
             gate = _formula(gates.activation_of(experts))

@@ -16,20 +16,14 @@ from torch import nn
 
 from . import ranks
 from .models import SWAPS
-from .models.decorated import (
-    ENABLED,
-    ExpertsConfig,
-    UndecoratedExperts,
-    dispatches,
-    is_decorated,
-    restore_default,
-    why_not_fused,
-)
+from .models.decorated import ExpertsConfig, UndecoratedExperts, restore_default
 from .recognise import gates, routers
+from .recognise.eligibility import dispatches, is_decorated, why_not_fused
 from .recognise.original import Fused, describe, fused_within, replaced, why_replaced
 from .recognise.routers import with_routers
 from .recognise.swaps import with_adapters
 from .recognise.wrapped import plain_class, replaced_forward, rewrapped, set_class
+from .switch import ENABLED
 
 LOOKS_LIKE_MOE = re.compile(r"(Experts|M[oO][eE](Block)?)$")
 """Names of classes whose modules are reported, fused or not."""

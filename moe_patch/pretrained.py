@@ -14,8 +14,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from . import notices
 from .models import decorated
 from .patcher import LOOKS_LIKE_MOE, patch, unpatch
+from .recognise import eligibility
 
 _SWITCH = "get_correct_experts_implementation"  # every choice of an implementation asks it
 _LOADERS = ("from_pretrained", "_from_config")  # the Auto classes end in these two
@@ -130,9 +132,9 @@ def _warning(original: Callable[..., str]) -> Callable[..., str]:
     def choose(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
         chosen = original(self, *args, **kwargs)
         source = sys.modules.get(type(self).__module__)
-        silent = chosen == decorated.NAME and not self._can_set_experts_implementation()
+        silent = chosen == eligibility.NAME and not self._can_set_experts_implementation()
         if silent and any(map(LOOKS_LIKE_MOE.search, vars(source) if source else ())):
-            decorated.warn_once(
+            notices.warn_once(
                 f'experts_implementation="moe_patch" does nothing for {source.__name__}, whose '
                 "experts transformers cannot switch: load without it and call model.patch()."
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 ON, OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 
 
@@ -18,3 +20,7 @@ def is_on(value: str | None) -> bool:
             f"forward) or {', '.join(ON)} (the fused one, as when it is not set)."
         )
     return word in ON
+
+
+ENABLED = is_on(os.environ.get("MOE_PATCH"))
+"""False under MOE_PATCH=0: every patched module runs HF's own forward."""

@@ -30,15 +30,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moe_patch
-from moe_patch import kernels, reference
+from moe_patch import kernels, notices, reference
 from moe_patch.models import decorated
-from moe_patch.models.decorated import (
-    ExpertsConfig,
-    experts_forward,
-    is_decorated,
-    why_by_parts,
-    why_not_fused,
-)
+from moe_patch.models.decorated import ExpertsConfig, experts_forward
+from moe_patch.recognise import eligibility
+from moe_patch.recognise.eligibility import is_decorated, why_by_parts, why_not_fused
 
 pytestmark = pytest.mark.filterwarnings("error:moe_patch runs Hugging Face")
 
@@ -156,7 +152,7 @@ def test_every_decorated_class_of_this_transformers_is_recognised():
     found = decorated_classes()
     assert len(found) >= 55
     for module, name in found:
-        assert decorated.dispatches(getattr(importlib.import_module(module), name)), name
+        assert eligibility.dispatches(getattr(importlib.import_module(module), name)), name
 
 
 def test_subclass_that_inherits_forward_is_fused():
@@ -296,10 +292,10 @@ def test_model_turned_double_runs_hf(device, fused):
         expected = copy.deepcopy(model).double()(tokens(device)).logits
         moe_patch.patch(model)
         model.double()
-        decorated._warn_uncompiled.cache_clear()
+        notices._warn_uncompiled.cache_clear()
         with pytest.warns(UserWarning, match="moe_patch runs Hugging Face.*torch.float64"):
             actual = model(tokens(device)).logits
-    decorated._warn_uncompiled.cache_clear()
+    notices._warn_uncompiled.cache_clear()
     assert torch.equal(actual, expected) and not fused
 
 

@@ -17,9 +17,9 @@ from transformers.integrations.moe import use_experts_implementation
 import moe_patch
 from moe_patch import kernels, reference
 from moe_patch.models import decorated
-from moe_patch.models.decorated import why_not_fused
 from moe_patch.parity import emulate
 from moe_patch.recognise import quantised as fp8
+from moe_patch.recognise.eligibility import why_not_fused
 
 
 @pytest.mark.parametrize("family", CONFIGS)

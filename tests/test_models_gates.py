@@ -16,8 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moe_patch
 from moe_patch.models import decorated
-from moe_patch.models.decorated import why_by_parts, why_not_fused
 from moe_patch.parity.compare import Comparison
+from moe_patch.recognise.eligibility import why_by_parts, why_not_fused
 from moe_patch.recognise.gates import KNOWN, activation_of
 
 CONFIG = {

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from tiny import assert_close, both_families, tiny_model, tokens
 
 import moe_patch
-from moe_patch import kernels
-from moe_patch.models import decorated, llama4
+from moe_patch import kernels, notices
+from moe_patch.models import llama4
+from moe_patch.recognise import lending
 
 
 def adapters(family, seed=1, **more):
@@ -69,7 +70,7 @@ def test_the_weights_are_never_formed(family, pair, device, formed):
     assert grads.keys() == expected_grads.keys() and len(grads) == 8
     for name, grad in grads.items():
         assert_close(grad, expected_grads[name])
-    assert not decorated._lent.entries
+    assert not lending._lent.entries
 
 
 @both_families
@@ -126,9 +127,9 @@ def test_where_kernels_cannot_run_the_adapters_still_count(family, pair, device,
     plain, patched = pair
     monkeypatch.setattr(kernels, "why_not", lambda _: "no kernels here")
     with pytest.warns(UserWarning, match="no kernels here"):
-        decorated._warn_uncompiled.cache_clear()
+        notices._warn_uncompiled.cache_clear()
         actual = patched(tokens(device)).logits
-    decorated._warn_uncompiled.cache_clear()
+    notices._warn_uncompiled.cache_clear()
     assert_close(actual, plain(tokens(device)).logits)
 
 
@@ -153,7 +154,7 @@ def test_llama4_experts_say_that_they_take_factors():
 def test_an_adapter_that_does_not_fit_is_left_to_peft(family, pair, device):
     """Which fails, in its own words."""
     errors = []
-    decorated._warn_uncompiled.cache_clear()
+    notices._warn_uncompiled.cache_clear()
     for model in pair:
         for module in model.modules():
             if isinstance(module, ParamWrapper) and module.parameter_name == "down_proj":

@@ -16,11 +16,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 
 import moe_patch
 from moe_patch.models import decorated
-from moe_patch.models.decorated import why_by_parts
 from moe_patch.ops.grouped import add_bias, expert_order
 from moe_patch.parity import check_parity
 from moe_patch.parity.compare import Comparison
 from moe_patch.parity.passes import MANY
+from moe_patch.recognise.eligibility import why_by_parts
 from moe_patch.recognise.gates import activation_of
 from moe_patch.recognise.parts import up_name
 

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 import moe_patch
-from moe_patch import environment
-from moe_patch.models import SWAPS, decorated
+from moe_patch import environment, switch
+from moe_patch.models import SWAPS
 from moe_patch.recognise import routers
 
 pytestmark = pytest.mark.filterwarnings("error:moe_patch runs Hugging Face")
@@ -370,6 +370,6 @@ def test_falls_back_and_says_so(device, monkeypatch, selected):
     with says_once("a tensor is torch.float64"):
         fused.double()(hidden.double())
     fused.float()
-    monkeypatch.setattr(decorated, "ENABLED", False)
+    monkeypatch.setattr(switch, "ENABLED", False)
     assert all(map(torch.equal, fused(hidden), expected))
     assert not selected

@@ -13,8 +13,8 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 import moe_patch
 from moe_patch.models import SWAPS, decorated
-from moe_patch.models.decorated import why_by_parts
 from moe_patch.parity import check_parity
+from moe_patch.recognise.eligibility import why_by_parts
 
 CONFIG = SimpleNamespace(
     num_local_experts=4, hidden_size=32, moe_intermediate_size=16, hidden_act="silu"

@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.monkey_patching import get_patch_mapping
 
 import moe_patch
+from moe_patch import notices
 from moe_patch.environment import families
-from moe_patch.models import decorated
 
 # transformers that is too old, too new
 
@@ -204,7 +204,7 @@ def test_transformers_own_patching_is_not_used():
 
 @both_families
 def test_switch_that_cannot_reach_the_experts_says_so(family):
-    decorated._warn_uncompiled.cache_clear()
+    notices._warn_uncompiled.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model = AutoModelForCausalLM.from_config(
@@ -217,4 +217,4 @@ def test_switch_that_cannot_reach_the_experts_says_so(family):
     if said:
         assert "llama4" in said[0] and "patch" in said[0]
     assert len(model.patch().fused) == 2
-    decorated._warn_uncompiled.cache_clear()
+    notices._warn_uncompiled.cache_clear()

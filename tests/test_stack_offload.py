@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import moe_patch
-from moe_patch.models import decorated
+from moe_patch import notices
 
 pytestmark = pytest.mark.filterwarnings("error:moe_patch runs Hugging Face")
 
@@ -117,7 +117,7 @@ def test_offloaded_adapters_on_experts_are_left_to_peft(family, device):
         cpu_offload(model.base_model.model.model.layers, execution_device=device)
         if patched:
             moe_patch.patch(model)
-            decorated._warn_uncompiled.cache_clear()
+            notices._warn_uncompiled.cache_clear()
         with pytest.raises(RuntimeError) as error, warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             logits(model, device)

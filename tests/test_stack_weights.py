@@ -18,7 +18,7 @@ from torch import nn
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 import moe_patch
-from moe_patch.models import decorated
+from moe_patch import notices
 
 
 class Packed(torch.Tensor):
@@ -50,9 +50,9 @@ def to_bytes(experts):
 @pytest.fixture
 def says():
     """Expects our warning, whatever was said before."""
-    decorated._warn_uncompiled.cache_clear()
+    notices._warn_uncompiled.cache_clear()
     yield lambda reason: pytest.warns(UserWarning, match=f"moe_patch runs Hugging.*{reason}")
-    decorated._warn_uncompiled.cache_clear()
+    notices._warn_uncompiled.cache_clear()
 
 
 def run(block, device):

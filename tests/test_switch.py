@@ -52,7 +52,7 @@ def test_an_empty_value_is_not_set(capsys, monkeypatch):
 
 @pytest.mark.parametrize("value, enabled", [("No", "False"), ("yes", "True"), ("", "True")])
 def test_it_is_read_on_import(value, enabled):
-    script = "from moe_patch.models.decorated import ENABLED; print(ENABLED)"
+    script = "from moe_patch.switch import ENABLED; print(ENABLED)"
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "MOE_PATCH": value},

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.models.llama4 import modeling_llama4 as hf_llama4
 from transformers.models.qwen3_moe import modeling_qwen3_moe as hf_qwen3
 
+from moe_patch import notices
 from moe_patch.models import decorated, llama4
 
 TINY = {
@@ -81,11 +82,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @contextlib.contextmanager
 def says_once(message: str):
     """Inside, moe_patch warns exactly once of what it runs instead, with this reason."""
-    decorated._warn_uncompiled.cache_clear()
+    notices._warn_uncompiled.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    decorated._warn_uncompiled.cache_clear()
+    notices._warn_uncompiled.cache_clear()
     said = [str(w.message) for w in caught if "moe_patch runs" in str(w.message)]
     assert len(said) == 1 and message in said[0], said
 

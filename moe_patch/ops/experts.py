@@ -158,8 +158,9 @@ class _FusedExperts(torch.autograd.Function):
         ctx.options = on_input, activation
         up, low = stored(gate_up.weight), stored(down.weight)
         ctx.turned, ctx.leaves = (up.turned, low.turned), (up.leaf, low.leaf)
-        gate_up, down = gate_up._replace(weight=up.tensor), down._replace(weight=low.tensor)
-        ctx.save_for_backward(*Inputs(x, weights, gate_up, down).flat(), index, *kept)
+        ctx.save_for_backward(  # Inputs.flat() with the weights as they are stored
+            x, weights, up.tensor, *gate_up[1:], low.tensor, *down[1:], index, *kept
+        )
         return out
 
     @staticmethod
@@ -273,15 +274,13 @@ def fused_experts(
     if autocast or biased or gate_up_low_rank or down_low_rank:
         gate_up, down = _cast(gate_up, dtype), _cast(down, dtype)
 
-    inputs = Inputs(x, top_k_weights, gate_up, down)
+    inputs = x, top_k_weights, *gate_up, *down  # as Inputs.flat()
     if differentiable.why_not_kernels():
         out = differentiable.experts(x, gate_up, down, routing, activation)
-    elif torch.is_grad_enabled() and any(
-        [each.requires_grad for each in inputs.flat() if each is not None]
-    ):
-        out = _FusedExperts.apply(*inputs.flat(), top_k_index, routing.on_input, activation)
+    elif torch.is_grad_enabled() and any([z.requires_grad for z in inputs if z is not None]):
+        out = _FusedExperts.apply(*inputs, top_k_index, routing.on_input, activation)
     elif torch.compiler.is_compiling():
-        out = _experts_inference(*inputs.flat(), top_k_index, routing.on_input, activation)
+        out = _experts_inference(*inputs, top_k_index, routing.on_input, activation)
     else:
         out = forward.infer(x, gate_up, down, routing, activation)
     return out if out.dtype == hidden_states.dtype else out.to(hidden_states.dtype)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..models.decorated import ENABLED
 from ..patcher import patch, unpatch
 from ..paths import PATHS
 from ..recognise.quantised import is_quantised
 from ..recognise.wrapped import is_dtensor
+from ..switch import ENABLED
 from .compare import MIN_SLOTS, MIN_SLOTS_BRIEFLY, Comparison
 from .law import Row
 from .passes import FEW, MANY, Pass

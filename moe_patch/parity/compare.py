@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..models.decorated import UndecoratedExperts, is_decorated
+from ..models.decorated import UndecoratedExperts
 from ..patcher import patch
 from ..paths import recorded
+from ..recognise.eligibility import is_decorated
 from ..recognise.quantised import is_quantised
 from . import law, passes
 from .block import BlockComparison

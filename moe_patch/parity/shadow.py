@@ -16,16 +16,11 @@ from torch import Tensor, nn
 
 from .. import reference
 from ..models import SWAPS
-from ..models.decorated import (
-    NAME,
-    ExpertsConfig,
-    UndecoratedExperts,
-    is_decorated,
-    stored_transposed,
-)
+from ..models.decorated import ExpertsConfig, UndecoratedExperts
 from ..ops import fp8
 from ..patcher import unpatch
 from ..precision import ieee_products
+from ..recognise.eligibility import NAME, is_decorated, stored_transposed
 from ..recognise.gates import activation_of
 from ..recognise.parts import normalises, up_name
 from ..recognise.quantised import is_quantised

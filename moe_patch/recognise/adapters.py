@@ -11,8 +11,10 @@ from typing import Any
 from peft.tuners.lora import layer as peft
 from torch import Tensor
 
-from ..models.decorated import lend, stored_transposed, take_back, takes_low_rank, warn_once
+from ..notices import warn_once
 from ..ops.low_rank import LowRank, factors
+from .eligibility import stored_transposed
+from .lending import lend, take_back, takes_low_rank
 from .original import Fused, intact, own_forward
 from .parts import up_name
 

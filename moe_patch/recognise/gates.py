@@ -101,7 +101,7 @@ def activation_of(experts: nn.Module) -> str | None:
     gate, act_fn = type(experts)._apply_gate, getattr(experts, "act_fn", None)
     if "_apply_gate" in experts.__dict__:
         return None
-    if gate is _default_apply_gate and is_silu(act_fn) and form_of(experts) == FORMS[0]:
+    if gate is _default_apply_gate and is_silu(act_fn) and pairing_of(experts) == FORMS[0]:
         return SILU
     if act_fn is not None and not is_plain(act_fn):
         return None
@@ -120,9 +120,9 @@ def has_own_gate(experts: nn.Module) -> bool:
     return type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts)
 
 
-def form_of(experts: nn.Module) -> str:
+def pairing_of(experts: nn.Module) -> str:
     """How rows of the first projection make pairs, as HF's decorator has it."""
-    if not has_gate(experts):
+    if not getattr(experts, "has_gate", True):
         return "ungated"
     return "concatenated" if getattr(experts, "is_concatenated", True) else "interleaved"
 
@@ -175,7 +175,7 @@ def _is_same(question: Question, experts: nn.Module, gate: Any, act_fn: Any) -> 
 def _ask(experts: nn.Module, question: Question) -> str | None:
     numbers = {float(number) for _, number in question[-1] if number is not None}
     limits = tuple(number for number in numbers if 0 < number < float("inf"))
-    form = form_of(experts)
+    form = pairing_of(experts)
     probe, ungated = _probe(limits, form), form == "ungated"
     try:
         with torch.no_grad():

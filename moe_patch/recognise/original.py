@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..notices import say_unfused
+
 
 class Fused:
     """First among the bases of every fused class, Hugging Face's class is the last.
@@ -114,8 +116,6 @@ def _is_own(function: Any, module: str) -> bool:
 @torch.compiler.assume_constant_result
 def _say_replaced(cls: type[Fused]) -> None:
     """Once for each function that is put in the place of another."""
-    from ..models.decorated import warn_once
-
     reason = why_replaced(cls)
-    if reason:  # None: it was put back meanwhile
-        warn_once(f"moe_patch runs Hugging Face's own forward: {reason}.")
+    if reason is not None:  # else it was put back meanwhile
+        say_unfused(reason)

@@ -6,11 +6,35 @@ and for experts that normalise their output before it is weighted.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from ..ops.grouped import add_bias, expert_order, grouped_gemm
 from ..paths import ran
+
+
+class Form(NamedTuple):
+    """What a class of experts says of its instance's parameters, as HF's decorator has it."""
+
+    up_name: str
+    """Name of the first projection."""
+    has_bias: bool
+    is_transposed: bool
+    """Whether the weights are stored [E, K, N]."""
+    normalises: bool
+    """Whether every row of an expert's output is normalised before it is weighted."""
+
+
+def form_of(experts: nn.Module) -> Form:
+    """Everything that a forward asks of the experts besides weights and gate."""
+    return Form(
+        "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj",
+        getattr(experts, "has_bias", False),
+        getattr(experts, "is_transposed", False),
+        vars(experts).get("has_post_expert_norm", False),
+    )
 
 
 def has_gate(experts: nn.Module) -> bool:

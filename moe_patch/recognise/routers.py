@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import reference
-from ..models.decorated import runs_fused
 from ..ops.routing import select_experts
+from .eligibility import runs_fused
 from .original import Fused, intact, own_forward, replaced
 from .swaps import SWAPS
 from .wrapped import plain_class

@@ -1,0 +1,169 @@
+"""Which modules are experts under Hugging Face's @use_experts_implementation, and which are fused.
+
+That decorator makes `experts.forward` look up a function by name on every call. A class is asked
+for that dispatch, its instance for weights, shapes and a gate that the kernels can compute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from transformers.integrations.moe import ExpertsInterface
+
+from .. import kernels, switch
+from ..notices import say_unfused
+from ..ops.differentiable import why_not_kernels
+from ..ops.grouped import DTYPES
+from . import quantised
+from .gates import activation_of, has_own_gate, is_silu
+from .parts import has_gate, normalises, up_name
+from .wrapped import is_dtensor, replaced_forward
+
+NAME = "moe_patch"
+"""Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch.export traces
+
+
+def is_decorated(module: nn.Module) -> bool:
+    """Whether the forward of the module's class is the dispatch that HF's decorator writes."""
+    return dispatches(type(module))
+
+
+@torch.compiler.assume_constant_result  # Dynamo cannot call what it has seen the cells of
+def dispatches(cls: type) -> bool:
+    """Whether `cls.forward` is the dispatch that HF's decorator writes. An override is not."""
+    return isinstance(interface(cls), ExpertsInterface)
+
+
+@torch.compiler.assume_constant_result
+def interface(cls: type) -> ExpertsInterface | None:
+    """Where the dispatch of a decorated class looks names up."""
+    forward = getattr(cls, "forward", None)
+    names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(forward, "__closure__", None) or ()))
+    found = cells.get("experts_interface")
+    return None if found is None else found.cell_contents
+
+
+def why_not_fused(experts: nn.Module) -> str | None:
+    """None when `patch` can fuse these decorated experts, else the reason in one sentence."""
+    # Tensor and expert parallelism replace forward by a closure that still calls the dispatch.
+    if replaced_forward(experts) and not getattr(experts, "_is_hooked", False):
+        return "the experts' forward was replaced on the instance: patch before that"
+    return why_not_weights(experts) or why_not_form(experts)
+
+
+def why_not_weights(experts: nn.Module) -> str | None:
+    """None when the kernels can read the experts' weights, else the reason in one sentence."""
+    name = up_name(experts)
+    gate_up, down = getattr(experts, name, None), getattr(experts, "down_proj", None)
+    if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
+        return f"there are no {name} and down_proj tensors: only stacked weights can be fused"
+    if gate_up.is_meta and not hasattr(experts, "_hf_hook"):  # accelerate brings them when called
+        return "the weights are on the meta device: patch after they are loaded"
+    if is_dtensor(gate_up):  # local tensors by the time they are used, or HF's forward runs
+        return None
+    return why_not_read(experts, gate_up, down) or _why_not_shapes(experts, gate_up, down)
+
+
+def why_not_silu(act_fn: Any) -> str | None:
+    """None when the activation is SiLU, else the reason in one sentence."""
+    if is_silu(act_fn):
+        return None
+    return f"the activation is {_name(act_fn)}: only SiLU without hooks can be fused"
+
+
+def _name(act_fn: Any) -> str:
+    return getattr(act_fn, "__name__", type(act_fn).__name__)
+
+
+def stored_transposed(experts: nn.Module) -> bool:
+    """Whether the weights are stored [E, K, N]. Llama4's class does not say so."""
+    return getattr(experts, "is_transposed", "Llama4" in type(experts).__name__)
+
+
+def runs_fused(*tensors: Tensor, reason: str | None = None) -> bool:
+    """Whether kernels take these tensors now; the first says on which device. Warns once if not.
+
+    `reason` is another one why not.
+    """
+    if not switch.ENABLED:
+        return False
+    reason = reason or why_not_run(*tensors)
+    if reason is not None:
+        say_unfused(reason)
+    return reason is None
+
+
+def why_not_form(experts: nn.Module) -> str | None:
+    """None when the kernels can do the class's products, whatever its weights, else the reason."""
+    if normalises(experts) and not hasattr(experts, "post_expert_norm"):
+        return "each expert normalises its output, and there is no post_expert_norm"
+    own = has_gate(experts) and has_own_gate(experts)
+    if not own and getattr(experts, "act_fn", None) is None:
+        return "the experts have no act_fn, which their gate is to call"
+    return None
+
+
+def why_by_parts(experts: nn.Module) -> str | None:
+    """None when `fused_experts` computes all that the class does, else why `by_parts` does."""
+    if normalises(experts):
+        return "a norm of each expert's output"
+    if activation_of(experts) is None:
+        own = has_gate(experts) and has_own_gate(experts)
+        return "a gate of its own" if own else f"the activation {_name(experts.act_fn)}"
+    return None
+
+
+def why_not_read(experts: nn.Module, gate_up: Tensor, down: Tensor) -> str | None:
+    """None when the kernels can read these weights of the experts, else the reason."""
+    if quantised.is_quantised(experts):
+        return quantised.why_not(experts, gate_up, down)
+    return why_not_plain(gate_up, down)
+
+
+def why_not_plain(gate_up: Tensor, down: Tensor) -> str | None:
+    """None when the kernels can read these weights as plain tensors, else the reason."""
+    if gate_up.dtype != down.dtype:
+        return f"the weights are {gate_up.dtype} and {down.dtype}: one dtype is needed"
+    if gate_up.dtype not in DTYPES:
+        return f"the weights are {gate_up.dtype}: bfloat16, float16 or float32 is needed"
+    if type(gate_up) not in _PLAIN or type(down) not in _PLAIN:
+        return f"the weights are {type(gate_up).__name__}s: plain tensors are needed"
+    if gate_up.device != down.device:
+        return f"the weights are on {gate_up.device} and {down.device}: one device is needed"
+    return None
+
+
+def _why_not_shapes(experts: nn.Module, gate_up: Tensor, down: Tensor) -> str | None:
+    if gate_up.dim() != 3 or down.dim() != 3:  # flat or empty while ZeRO-3 or FSDP has them
+        return None
+    (e, n, h), (f, o, i) = gate_up.shape, down.shape
+    if stored_transposed(experts):
+        n, h, o, i = h, n, i, o
+    if (f, o, 2 * i if has_gate(experts) else i) == (e, h, n):
+        return None
+    return (
+        f"{up_name(experts)} is {list(gate_up.shape)} and down_proj {list(down.shape)}, which do "
+        "not fit together: was the checkpoint converted half?"
+    )
+
+
+def why_not_run(*tensors: Tensor) -> str | None:
+    """None when the kernels run on these tensors, where the first of them is, else the reason."""
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            return f"a tensor is {tensor.dtype}: bfloat16, float16 or float32 is needed"
+    device_type = tensors[0].device.type
+    if torch.compiler.is_compiling():
+        return _why_not_device(device_type)
+    return kernels.why_not(device_type) or why_not_kernels()
+
+
+@torch.compiler.assume_constant_result
+def _why_not_device(device_type: str) -> str | None:
+    return kernels.why_not(device_type)

@@ -1,0 +1,72 @@
+"""LoRA's factors on their way to the fused call of the experts that they update.
+
+PEFT's wrapper lends them, the experts' forward takes them, and the wrapper takes back what nobody
+took: then Hugging Face's forward ran, and it runs PEFT's own code.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor, nn
+
+from .. import switch
+from ..ops.low_rank import LowRank
+from .eligibility import NAME, is_decorated, why_by_parts, why_not_form, why_not_plain, why_not_run
+from .parts import up_name
+from .wrapped import replaced_forward
+
+
+class _Lent(threading.local):
+    """Updates that LoRA lends to experts it calls in this thread: (experts, parameter, factors).
+
+    Not kept on the module: another thread may run the same one.
+    """
+
+    def __init__(self) -> None:  # not of the class: Dynamo's guards take it for absent
+        self.entries: tuple[tuple[nn.Module, str, LowRank], ...] = ()
+
+
+_lent = _Lent()
+
+
+def takes_low_rank(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) -> bool:
+    """Whether a call with these arguments will run fused, and take LoRA's factors (`lend`)."""
+    if len(routing) != 2 or "parametrizations" in experts._modules:
+        return False
+    if "forward" in experts.__dict__ and replaced_forward(experts):
+        return False
+    if is_decorated(experts):
+        if experts.config._experts_implementation != NAME:
+            return False
+        if why_not_form(experts) or why_by_parts(experts):
+            return False
+    elif not getattr(experts, "takes_low_rank", False):
+        return False
+    gate_up, down = getattr(experts, up_name(experts)), experts.down_proj
+    runs = switch.ENABLED and not why_not_plain(gate_up, down)
+    return runs and not why_not_run(hidden_states, routing[1])
+
+
+def lend(experts: nn.Module, parameter: str, low_rank: LowRank) -> None:
+    """Has the next fused call of these experts in this thread take the factors of an update."""
+    _lent.entries = (*_lent.entries, (experts, parameter, low_rank))
+
+
+def take_back(experts: nn.Module, parameter: str) -> bool:
+    """Undoes `lend`; whether the factors were still there, so that no call has taken them."""
+    entries = _lent.entries
+    left = tuple(e for e in entries if e[0] is not experts or e[1] != parameter)
+    _lent.entries = left
+    return len(left) < len(entries)
+
+
+def low_rank_updates(experts: nn.Module) -> dict[str, LowRank]:
+    """Arguments of `fused_experts`, what was lent to these experts; none without LoRA."""
+    entries = _lent.entries
+    if not entries:
+        return {}
+    _lent.entries = tuple(e for e in entries if e[0] is not experts)
+    taken = {name: low_rank for owner, name, low_rank in entries if owner is experts}
+    names = {"gate_up_low_rank": up_name(experts), "down_low_rank": "down_proj"}
+    return {argument: taken.get(name) for argument, name in names.items()} if taken else {}
