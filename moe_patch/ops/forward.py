@@ -85,14 +85,14 @@ def _sorted(
     first = None if gate_up.a is None else update(x, order, gate_up.a, gate_up.b)
     second = None if down.a is None else update(x, order, down.a, down.b)
 
-    act, pre = kernels.gate_up.gate_up(
+    act, pre = kernels.gate_up.gate_up(  # [S, I], [S, 2I]
         x, gate_up.weight, order, weights, weight_on_input=routing.on_input, save_pre=keep,
         activation=activation, scale=gate_up.scale, bias=gate_up.bias, low_rank=first,
-    )  # fmt: skip  # [S, I], [S, 2I]
-    rows = kernels.grouped_gemm.grouped_gemm(
+    )  # fmt: skip
+    rows = kernels.grouped_gemm.grouped_gemm(  # [S, H]
         act, down.weight, order, out=x.new_empty(len(act), x.shape[1]),
         scale=down.scale, bias=down.bias, low_rank=second,
-    )  # fmt: skip  # [S, H]
+    )  # fmt: skip
     on_output = None if routing.on_input else weights
     out = kernels.combine.combine(rows, order.slot_to_row, weights.shape[1], on_output)  # [T, H]
     return Forward(out, pre, buffer, first and first.side, second and second.side)
@@ -115,10 +115,10 @@ def _in_fp8(
     activation: str,
     keep: bool,
 ) -> Forward:
-    out, pre, order, buffer = fp8.forward(
+    out, pre, order, buffer = fp8.forward(  # [T, H], [S, 2I]
         x, gate_up.weight, down.weight, routing.index, routing.weights,
         gate_up.scale, down.scale, None, activation, keep,
-    )  # fmt: skip  # [T, H], [S, 2I]
+    )  # fmt: skip
     slots, experts = routing.index.numel(), len(gate_up.weight)
     if keep and order.block_m != kernels.tiles.block_m(slots, experts, x.dtype):
         _, buffer = sort(routing.index, experts, x.dtype)  # the backward's tiles are 16-bit
