@@ -1,0 +1,268 @@
+"""Puts one fault at a time into the package and runs the tests that should see it.
+
+    python tests/tools/mutate.py --sample 200 --seed 0 --jobs 2 --json mutants.json
+
+A fault is a small change of one place: a comparison, a condition, a number, an operator, a returned
+value or a call left out. Each runs in a copy of the checkout, in a process forked from one that has
+imported torch and transformers already. A fault that no test sees survives; survivors are listed,
+and docs/testing.md says of each what was done about it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("ops", "recognise", "parity")
+
+TESTS = {
+    "ops/accumulate": ["test_accumulate"],
+    "ops/checks": ["test_experts_refusals", "test_weights", "test_experts"],
+    "ops/differentiable": ["test_second_derivatives", "test_transforms"],
+    "ops/fp8": ["test_fp8", "test_weights"],
+    "ops/grouped": ["test_grouped_gemm", "test_second_derivatives", "test_weights"],
+    "ops/low_rank": ["test_low_rank", "test_models_lora", "test_second_derivatives"],
+    "ops/routing": ["test_routing", "test_second_derivatives"],
+    "ops": ["test_experts", "test_low_rank", "test_weights", "test_second_derivatives"],
+    "recognise/adapters": ["test_models_lora"],
+    "recognise/eligibility": ["test_models_decorated", "test_models_fp8", "test_patcher"],
+    "recognise/gates": ["test_models_gates", "test_models_act_fn", "test_models_parts"],
+    "recognise/lending": ["test_models_lora", "test_threads"],
+    "recognise/original": ["test_models_original", "test_threads"],
+    "recognise/overlap": ["test_models_deepseek_v3"],
+    "recognise/parts": ["test_models_parts", "test_models_decorated"],
+    "recognise/quantised": ["test_models_fp8"],
+    "recognise/routers": ["test_models_routers", "test_compare_router"],
+    "recognise": [
+        "test_patcher",
+        "test_patcher_leaves",
+        "test_models_decorated",
+        "test_pretrained",
+    ],
+    "parity/emulate": ["test_emulate"],
+    "parity/law": ["test_law"],
+    "parity/router": ["test_compare_router"],
+    "parity/shadow": ["test_shadow", "test_compare", "test_emulate"],
+    "parity": ["test_parity", "test_compare", "test_certificate"],
+}
+"""Module or folder -> the tests that should see a fault in it, without the ending .py."""
+
+_COMPARISONS = {
+    ast.Eq: "!=", ast.NotEq: "==", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+_OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A span of a file's text, and what stands there instead."""
+
+    file: str
+    line: int
+    start: int
+    end: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        old, new = (" ".join(text.split()) for text in (self.old, self.new))
+        return f"{self.file}:{self.line}: {old[:60]} -> {new[:60]}"
+
+
+def mutants(file: Path) -> Iterator[Mutant]:
+    """Every fault of a file, in the order of its text."""
+    text = file.read_text(encoding="utf-8")
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line.encode()))
+    raw, name = text.encode(), str(file.relative_to(ROOT))
+
+    def at(node: ast.AST) -> tuple[int, int]:
+        first = starts[node.lineno - 1] + node.col_offset
+        return first, starts[node.end_lineno - 1] + node.end_col_offset
+
+    for node in _running(ast.parse(text)):
+        for new in _changed(node):
+            first, last = at(node)
+            old = raw[first:last].decode()
+            if new != old:
+                yield Mutant(name, node.lineno, first, last, old, new)
+
+
+def _running(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of code that runs: no annotations, docstrings, error messages or imports."""
+    for field, value in ast.iter_fields(tree):
+        if field in ("annotation", "returns", "decorator_list"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST):
+                continue
+            if isinstance(child, (ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Assert)):
+                continue
+            if isinstance(child, ast.Raise):
+                yield child
+                continue
+            yield child
+            yield from _running(child)
+
+
+def _changed(node: ast.AST) -> Iterator[str]:
+    """What may stand in a node's place."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        other = copy.deepcopy(node)
+        left, right = ast.unparse(other.left), ast.unparse(other.comparators[0])
+        yield f"({left} {_COMPARISONS[type(node.ops[0])]} {right})"
+    elif isinstance(node, ast.BoolOp):
+        word = " or " if isinstance(node.op, ast.And) else " and "
+        yield "(" + word.join(f"({ast.unparse(value)})" for value in node.values) + ")"
+        yield f"({ast.unparse(node.values[0])})"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield f"({ast.unparse(node.operand)})"
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = ast.unparse(node.left), ast.unparse(node.right)
+        yield f"(({left}) {_OPERATORS[type(node.op)]} ({right}))"
+    elif isinstance(node, ast.IfExp):
+        body, test, other = map(ast.unparse, (node.body, node.test, node.orelse))
+        yield f"(({other}) if ({test}) else ({body}))"
+    elif isinstance(node, ast.Constant):
+        if isinstance(node.value, bool):
+            yield str(not node.value)
+        elif isinstance(node.value, int):
+            yield str(node.value + 1)
+        elif isinstance(node.value, float):
+            yield str(2 * node.value + 1)
+    elif isinstance(node, ast.Return) and not (
+        node.value is None or (isinstance(node.value, ast.Constant) and node.value.value is None)
+    ):
+        yield "return None"
+    elif isinstance(node, ast.Raise) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ):
+        yield "pass"
+
+
+def tests_of(file: str) -> list[Path]:
+    """The files of tests that should see a fault in a module, the nearest first."""
+    module = file.removeprefix("moe_patch/").removesuffix(".py")
+    names = TESTS.get(module) or TESTS[module.split("/")[0]]
+    found = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    return [found[name].relative_to(ROOT) for name in names if name in found]
+
+
+def run(mutant: Mutant | None, tests: list[Path], home: Path, limit: float) -> str:
+    """ "killed", "survived" or "timed out", of a copy of the checkout at `home`."""
+    path = home / (mutant.file if mutant else "pyproject.toml")
+    whole = path.read_bytes()
+    try:
+        if mutant:
+            path.write_bytes(whole[: mutant.start] + mutant.new.encode() + whole[mutant.end :])
+        child = multiprocessing.get_context("fork").Process(target=_pytest, args=(home, tests))
+        child.start()
+        child.join(limit)
+        if child.is_alive():
+            child.kill()
+            child.join()
+            return "timed out"
+        return "survived" if child.exitcode == 0 else "killed"
+    finally:
+        path.write_bytes(whole)
+
+
+def _pytest(home: Path, tests: list[Path]) -> None:
+    os.chdir(home)
+    sys.path.insert(0, str(home))
+    os.environ["PYTHONPATH"] = str(home)
+    sys.dont_write_bytecode = True
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+        import pytest
+
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header"]
+        code = pytest.main([*options, *map(str, tests)])
+    os._exit(int(code))
+
+
+def _preload() -> None:
+    """Imports what every child needs, and nothing of the package."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    import transformers.models.deepseek_v3.modeling_deepseek_v3
+    import transformers.models.llama4.modeling_llama4
+    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+    import triton  # noqa: F401
+
+
+def worker(chosen: list[Mutant], limit: float, results: multiprocessing.Queue) -> None:
+    """Runs its share of the faults in a copy of its own."""
+    _preload()
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "checkout"
+        skipped = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "out", ".whl", "docs")
+        shutil.copytree(ROOT, home, ignore=skipped)
+        for mutant in chosen:
+            began = time.time()
+            verdict = run(mutant, tests_of(mutant.file), home, limit)
+            results.put((mutant, verdict, time.time() - began))
+
+
+def main() -> int:
+    """Prints each verdict and the survivors."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folders", nargs="+", default=list(FOLDERS), help="of moe_patch/")
+    parser.add_argument("--sample", type=int, default=200, help="faults, equally many a folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=600, help="seconds a fault")
+    parser.add_argument("--json", type=Path, help="where to write all verdicts")
+    options = parser.parse_args()
+    draw, chosen = random.Random(options.seed), []
+    for folder in options.folders:
+        files = sorted((ROOT / "moe_patch" / folder).glob("*.py"))
+        every = [mutant for file in files for mutant in mutants(file)]
+        share = min(len(every), options.sample // len(options.folders))
+        print(f"{folder}: {len(every)} faults, {share} drawn", flush=True)
+        chosen += draw.sample(every, share)
+    draw.shuffle(chosen)
+
+    results: multiprocessing.Queue = multiprocessing.get_context("spawn").Queue()
+    workers = [
+        multiprocessing.get_context("spawn").Process(
+            target=worker, args=(chosen[i :: options.jobs], options.limit, results)
+        )
+        for i in range(options.jobs)
+    ]
+    for each in workers:
+        each.start()
+    verdicts = []
+    for count in range(1, len(chosen) + 1):
+        mutant, verdict, seconds = results.get()
+        verdicts.append({**asdict(mutant), "verdict": verdict, "seconds": round(seconds, 1)})
+        print(f"{count}/{len(chosen)} {verdict} in {seconds:.0f} s: {mutant}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(verdicts, indent=1) + "\n")
+    survived = [each for each in verdicts if each["verdict"] == "survived"]
+    print(f"{len(verdicts)} faults, {len(survived)} survived")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
