@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -21,7 +22,12 @@ from typing import NamedTuple
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationMixin,
+    PreTrainedTokenizerFast,
+)
 
 import moe_patch
 from moe_patch.__main__ import _parser
@@ -74,24 +80,39 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def reports() -> list[moe_patch.parity.ParityReport]:
+    """What check_parity found of the model."""
+    return []
+
+
 @pytest.fixture
-def namespace(checkpoint, monkeypatch, tmp_path) -> dict[str, object]:
-    """What a page's first block finds. Models are in float32, and parity takes seconds."""
+def namespace(checkpoint, reports, monkeypatch, tmp_path) -> dict[str, object]:
+    """What a page's first block finds. Models are small and in float32, parity and generation
+    short."""
 
     def small(load, name, **options):
         here = not str(name).startswith("/") and not Path(name).exists()
         options = {k: v for k, v in options.items() if k not in ("dtype", "device_map")}
         return load(checkpoint if here else name, **options)
 
-    def quick(check, *args, **options):
-        return check(*args, **{"tokens": 16, "backward": False} | options)
+    def judged(*args, **options):
+        signature.bind(*args, **options)
+        if not reports:  # once: every page has the same model
+            reports.append(check(*args, **{"tokens": 16, "backward": False} | options))
+        return reports[0]
+
+    def short(self, *args, generate=GenerationMixin.generate, **options):
+        return generate(self, *args, **options | {"max_new_tokens": 2})
 
     monkeypatch.chdir(tmp_path)
     for auto in (AutoModelForCausalLM, AutoTokenizer):
         load = functools.partial(small, auto.from_pretrained)
         monkeypatch.setattr(auto, "from_pretrained", load)
-    check = functools.partial(quick, moe_patch.check_parity)
-    monkeypatch.setattr(moe_patch, "check_parity", check)
+    check = moe_patch.check_parity
+    signature = inspect.signature(check)
+    monkeypatch.setattr(moe_patch, "check_parity", judged)
+    monkeypatch.setattr(GenerationMixin, "generate", short)
     tokenizer = AutoTokenizer.from_pretrained("tiny")
     row = {"input_ids": list(range(6)), "labels": list(range(6))}
     return {
@@ -185,7 +206,7 @@ def anchors(text: str) -> set[str]:
 
 
 PATH = re.compile(r"(?<![\w./-])(?:moe_patch|models|tests|examples|docs|\.ci)/[\w./<>*-]*\w")
-FILE = re.compile(r"(?<=`)[\w/]+\.(?:py|json|c)(?=`)")
+FILE = re.compile(r"(?<=`)[\w./]+\.(?:py|json|csv|txt|c)(?=`)")
 
 
 @every_page
