@@ -144,7 +144,7 @@ THIRD_PARTY = {
     "starting": set(),
     "accumulate": {"torch"},
     "differentiable": {"torch"},
-    "activation": set(),
+    "activation": {"torch", "triton"},
     "low_rank": {"torch"},
     "grouped": {"torch"},
     "checks": {"torch"},

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import constants
+from .activate import gate_of, glu
 from .launch import Launch, cdiv, power_of_two
-from .tiles import INTERPRET, glu
+from .tiles import INTERPRET
 from .weights import _BLOCK, BLOCK, readable, widen, widen_scale
 
 
@@ -58,8 +58,7 @@ def decode_gate_up_kernel(
     SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, BIAS: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr,
+    GATE: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1)
@@ -67,9 +66,9 @@ def decode_gate_up_kernel(
     if (expert >= 0) & (expert < E):
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         # rows of the weight: the gate's, in turn with up's, or all there are
-        WIDTH: tl.constexpr = 2 * BN if FORM == "interleaved" else BN
-        INNER: tl.constexpr = I if FORM == "ungated" else 2 * I
-        END: tl.constexpr = 2 * I if FORM == "interleaved" else I
+        WIDTH: tl.constexpr = 2 * BN if GATE.form == "interleaved" else BN
+        INNER: tl.constexpr = I if GATE.form == "ungated" else 2 * I
+        END: tl.constexpr = 2 * I if GATE.form == "interleaved" else I
         m = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
         token = (slot // TOP_K).to(tl.int64)
         row = x + token * STRIDE_X
@@ -84,14 +83,14 @@ def decode_gate_up_kernel(
             k = k0 + tl.arange(0, BK)
             at = rows + k[None, :] * STRIDE_K
             gates = _weights(at, m, k, END, H, WIDTH, BK)
-            if FORM == "concatenated":
+            if GATE.form == "concatenated":
                 ups = _weights(at + I * STRIDE_N, n, k, I, H, BN, BK)
             a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)
             gate += _products(
                 gates, scales, a, x_scale, m, k0, END, H, SCALE_N, SCALE_K, STRIDE_XG, 0, WIDTH,
                 BK, PARTS,
             )  # fmt: skip
-            if FORM == "concatenated":
+            if GATE.form == "concatenated":
                 up += _products(
                     ups, scales, a, x_scale, n, k0, I, H, SCALE_N, SCALE_K, STRIDE_XG, I, BN, BK,
                     PARTS,
@@ -101,13 +100,13 @@ def decode_gate_up_kernel(
         if BIAS:
             at = bias + expert * INNER + m
             gate += tl.load(at, mask=m < END, other=0.0).to(tl.float32)
-            if FORM == "concatenated":
+            if GATE.form == "concatenated":
                 up += tl.load(at + I, mask=n < I, other=0.0).to(tl.float32)
-        if FORM == "interleaved":
+        if GATE.form == "interleaved":
             gate, up = gate.reshape(BN, 2).split()
-        elif FORM == "ungated":
+        elif GATE.form == "ungated":
             up = 1.0
-        value, _, _ = glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
+        value, _, _ = glu(gate, up, GATE)
         tl.store(act + slot * I + n, value, mask=n < I)
 
 
@@ -257,7 +256,7 @@ def _launches(
         decode_gate_up_kernel,
         **dict(zip(("STRIDE_X", "STRIDE_XS", "STRIDE_XG"), x_strides)),
         **gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
-        BIAS=gate_up_bias, **constants(activation), **block,
+        BIAS=gate_up_bias, GATE=gate_of(activation), **block,
     )  # fmt: skip
     block = _block(itemsize, inner, strides[1], down=True, scaled=scaled)
     second = Launch(

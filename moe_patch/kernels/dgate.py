@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import constants
 from ..order import ExpertOrder
+from .activate import gate_of, glu
 from .launch import cdiv
 from .tiles import (
     W8,
@@ -23,7 +23,6 @@ from .tiles import (
     choose,
     dot_precision,
     find_tile,
-    glu,
     launches,
     load_rows,
     low_rank_args,
@@ -37,49 +36,48 @@ from .weights import scale_operand, weight_dot, weight_operand
 def _epilogue(
     d_act, rows, row_mask, scale, start, pre, d_pre, act,
     I: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, NEED_ACT: tl.constexpr, NEED_PRE: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     BM: tl.constexpr = d_act.shape[0]
     BN: tl.constexpr = d_act.shape[1]
     n = start + tl.arange(0, BN)
     mask = row_mask[:, None] & (n[None, :] < I)
-    if FORM == "interleaved":
+    if GATE.form == "interleaved":
         wide = 2 * start + tl.arange(0, 2 * BN)
         wide_mask = row_mask[:, None] & (wide[None, :] < 2 * I)
         at = rows.to(tl.int64)[:, None] * (2 * I) + wide[None, :]
         both = tl.load(pre + at, mask=wide_mask, other=0.0).to(tl.float32)
         gate, up = both.reshape(BM, BN, 2).split()
     else:
-        INNER: tl.constexpr = I if FORM == "ungated" else 2 * I
+        INNER: tl.constexpr = I if GATE.form == "ungated" else 2 * I
         at = rows.to(tl.int64)[:, None] * INNER + n[None, :]
         gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
-        if FORM == "ungated":
+        if GATE.form == "ungated":
             up = 1.0 + tl.zeros_like(gate)
         else:
             up = tl.load(pre + at + I, mask=mask, other=0.0).to(tl.float32)
     if WEIGHT_ON_INPUT:
-        up_scale = 1.0 if FORM == "ungated" else scale
-        value, by_gate, by_up = glu(gate * scale, up * up_scale, ACT, LIMIT, ALPHA, OFFSET)
+        up_scale = 1.0 if GATE.form == "ungated" else scale
+        value, by_gate, by_up = glu(gate * scale, up * up_scale, GATE)
         d_gate, d_up = d_act * by_gate, d_act * by_up
-        if FORM == "ungated":
+        if GATE.form == "ungated":
             d_up = tl.zeros_like(d_up)
         d_scale = tl.sum(tl.where(mask, d_gate * gate + d_up * up, 0.0), axis=1)
         d_gate *= scale
         d_up *= scale
     else:
-        value, by_gate, by_up = glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
+        value, by_gate, by_up = glu(gate, up, GATE)
         d_scale = tl.sum(tl.where(mask, d_act * value, 0.0), axis=1)
         d_act *= scale
         value *= scale
         d_gate, d_up = d_act * by_gate, d_act * by_up
     if NEED_PRE:
-        if FORM == "interleaved":
+        if GATE.form == "interleaved":
             both = tl.join(d_gate, d_up).reshape(BM, 2 * BN)
             tl.store(d_pre + at, both.to(d_pre.dtype.element_ty), mask=wide_mask)
         else:
             tl.store(d_pre + at, d_gate.to(d_pre.dtype.element_ty), mask=mask)
-        if FORM == "concatenated":
+        if GATE.form == "concatenated":
             tl.store(d_pre + at + I, d_up.to(d_pre.dtype.element_ty), mask=mask)
     if NEED_ACT:
         to = rows.to(tl.int64)[:, None] * I + n[None, :]
@@ -91,18 +89,17 @@ def _epilogue(
 def _epilogues(
     d_act, rows, mask, scale, start, pre, d_pre, act,
     I: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, NEED_ACT: tl.constexpr, NEED_PRE: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr, PARTS: tl.constexpr,
+    GATE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """In column parts: over a whole tile the epilogue's registers would spill."""
     if PARTS == 1:
-        return _epilogue(d_act, rows, mask, scale, start, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM)  # fmt: skip # noqa: E501
+        return _epilogue(d_act, rows, mask, scale, start, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, GATE)  # fmt: skip # noqa: E501
     else:
         BM: tl.constexpr = d_act.shape[0]
         HALF: tl.constexpr = d_act.shape[1] // 2
         left, right = d_act.reshape(BM, 2, HALF).permute(0, 2, 1).split()
-        total = _epilogues(left, rows, mask, scale, start, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM, PARTS // 2)  # fmt: skip # noqa: E501
-        return total + _epilogues(right, rows, mask, scale, start + HALF, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM, PARTS // 2)  # fmt: skip # noqa: E501
+        total = _epilogues(left, rows, mask, scale, start, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, GATE, PARTS // 2)  # fmt: skip # noqa: E501
+        return total + _epilogues(right, rows, mask, scale, start + HALF, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, GATE, PARTS // 2)  # fmt: skip # noqa: E501
 
 
 @triton.jit
@@ -113,8 +110,7 @@ def dgate_kernel(
     SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
     NEED_PRE: tl.constexpr, NEED_ACT: tl.constexpr, NEED_SCALE: tl.constexpr, PARTS: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr,
+    GATE: tl.constexpr,
     TMA: tl.constexpr, K_MAJOR: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
@@ -145,7 +141,7 @@ def dgate_kernel(
         acc = low_rank_out(acc, side, low_b, low_side, expert, rows, mask, n, n < I, column == 0, I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
 
     scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
-    total = _epilogues(acc, rows, mask, scale, n0, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM, PARTS)  # fmt: skip # noqa: E501
+    total = _epilogues(acc, rows, mask, scale, n0, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, GATE, PARTS)  # fmt: skip # noqa: E501
     if NEED_SCALE:
         tl.store(d_scale + rows.to(tl.int64) * NUM_N + column, total, mask=mask)
 
@@ -192,15 +188,15 @@ def dgate(
     weight = down_proj.transpose(1, 2)  # [E, N = I, K = H]
     weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
     scales, scale_strides = scale_operand(None if scale is None else scale.transpose(1, 2))
-    told = constants(activation)
-    parts = 1 if tile.bn < 64 else 8 if told["FORM"] == "interleaved" else 4
+    gate = gate_of(activation)
+    parts = 1 if tile.bn < 64 else 8 if gate.form == "interleaved" else 4
     start = _launches(
         tile, d_out.dtype, dot_precision(d_out.dtype), weight.stride(),
         low_rank.rank if low_rank else 0,
         STRIDE_X=d_out.stride(0), H=hidden, I=inner, TOP_K=slots // d_out.shape[0],
         WEIGHT_ON_INPUT=weight_on_input,
         NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale,
-        PARTS=parts, TMA=tma, K_MAJOR=k_major, **scale_strides, **told,
+        PARTS=parts, TMA=tma, K_MAJOR=k_major, **scale_strides, GATE=gate,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * columns,),

@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import constants
 from ..order import ExpertOrder
 from . import tiles
+from .activate import gate_of, glu
 from .launch import Launch, cdiv, descriptor
 from .quantize import BLOCK, quantize_rows
-from .tiles import INTERPRET, block_m, find_tile, glu
+from .tiles import INTERPRET, block_m, find_tile
 
 
 @triton.jit
@@ -49,11 +49,11 @@ def fp8_gemm_kernel(
     x, w, x_scale, w_scale, out, out_scale, pre, ends, tile_expert, tile_row, num_tiles,
     stride_xs, stride_xg, stride_os, groups,
     N: tl.constexpr, K: tl.constexpr, M_MAX: tl.constexpr,
-    ACTIVATE: tl.constexpr, SAVE_PRE: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+    GATE: tl.constexpr, SAVE_PRE: tl.constexpr,
     INTERPRET: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """For any chip with FP8 products; on Hopper fp8_hopper_kernel does the same."""
+    ACTIVATE: tl.constexpr = GATE is not None
     WIDTH: tl.constexpr = N // 2 if ACTIVATE else N
     NUM_N: tl.constexpr = (WIDTH + 127) // 128
     NUM_K: tl.constexpr = (K + 127) // 128
@@ -92,7 +92,7 @@ def fp8_gemm_kernel(
         tl.store(at, acc.to(pre.dtype.element_ty), mask=inside[:, None])
         tl.store(at + WIDTH, up.to(pre.dtype.element_ty), mask=inside[:, None])
     if ACTIVATE:
-        acc, _, _ = glu(acc, up, ACT, LIMIT, ALPHA, OFFSET)
+        acc, _, _ = glu(acc, up, GATE)
         acc, scale = quantize_rows(acc, False, INTERPRET)
         to = out_scale + column.to(tl.int64) * stride_os + rows[:, None]
         tl.store(to, scale, mask=inside[:, None])
@@ -125,8 +125,8 @@ def height(slots: int, num_experts: int, device: torch.device) -> int:
 
 
 @functools.lru_cache(1024)
-def _prepared(hopper: bool, stages: int, activation: str, **told) -> Launch:
-    told |= {k: v for k, v in constants(activation).items() if k != "FORM"}
+def _prepared(hopper: bool, stages: int, activation: str | None, **told) -> Launch:
+    told["GATE"] = gate_of(activation) if activation else None
     if not hopper:
         told["INTERPRET"] = INTERPRET
         warps = 8 if told["BM"] == 128 else 4
@@ -191,8 +191,7 @@ def fp8_gemm(
     if not hopper:
         stages = max(1, min(4, (tiles.chip(x.device)[1] - 4096) // ((bm + 2 * BLOCK) * BLOCK)))
     start = _prepared(
-        hopper, stages, activation or "silu None 1.0 0.0 concatenated",
-        N=n, K=columns, M_MAX=m_max, ACTIVATE=activation is not None, SAVE_PRE=pre is not None,
+        hopper, stages, activation, N=n, K=columns, M_MAX=m_max, SAVE_PRE=pre is not None,
         BM=bm, GROUP_M=16 if columns > 4096 else 8,
     )  # fmt: skip
     wide = n // 2 if activation else n

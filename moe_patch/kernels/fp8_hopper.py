@@ -17,10 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .activate import glu
 from .fp8_gemm import place
-from .tiles import glu
-
-_glu, _place = gluon.jit(glu.fn), gluon.jit(place.fn)
 
 BLOCK = gl.constexpr(128)
 
@@ -33,7 +31,7 @@ def _produce(
 ):  # fmt: skip
     step = 0
     for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, first, end, column = _place(at, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BLOCK, GROUP_M)  # fmt: skip # noqa: E501
+        expert, first, end, column = place(at, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BLOCK, GROUP_M)  # fmt: skip # noqa: E501
         if first < end:
             row = expert * N + column * WIDTH
             for k in range(0, K, BLOCK):
@@ -54,16 +52,16 @@ def _consume(
     tile_row, total, tiles, stride_xs, stride_xg, stride_os,
     PART: gl.constexpr, N: gl.constexpr, K: gl.constexpr, NUM_N: gl.constexpr,
     WIDTH: gl.constexpr, SHIFT: gl.constexpr, M_MAX: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, ACTIVATE: gl.constexpr, SAVE_PRE: gl.constexpr,
-    ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, OFFSET: gl.constexpr,
+    STAGES: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     by_row: gl.constexpr = gl.SliceLayout(1, product)
+    ACTIVATE: gl.constexpr = GATE is not None
     NUM_K: gl.constexpr = (K + BLOCK - 1) // BLOCK
     NUM_S: gl.constexpr = (N + BLOCK - 1) // BLOCK  # scale blocks of a weight's columns
     step = 0
     for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, first, end, column = _place(at, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BLOCK, GROUP_M)  # fmt: skip # noqa: E501
+        expert, first, end, column = place(at, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BLOCK, GROUP_M)  # fmt: skip # noqa: E501
         if first < end:
             rows = first + PART * 64 + gl.arange(0, 64, by_row)
             inside = rows < end
@@ -101,7 +99,7 @@ def _consume(
                 _stored(left, pre, first_row, end, column * WIDTH, N)
                 _stored(right, pre, first_row, end, column * WIDTH + SHIFT, N)
             if ACTIVATE:
-                _activated(left, right, out, out_scale, rows, end, column, stride_os, N // 2, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
+                _activated(left, right, out, out_scale, rows, end, column, stride_os, N // 2, GATE)  # fmt: skip # noqa: E501
             else:
                 _stored(left, out, first_row, end, column * WIDTH, N)
                 _stored(right, out, first_row, end, column * WIDTH + SHIFT, N)
@@ -120,12 +118,11 @@ def _stored(tile, out, first, end, n0, N: gl.constexpr):
 @gluon.jit
 def _activated(
     gate, up, out, out_scale, rows, end, column, stride_os,
-    I: gl.constexpr, ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr,
-    OFFSET: gl.constexpr,
+    I: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """Activates, quantises each row's 128 columns, and stores both."""
     n = column * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, gate.type.layout))
-    value, _, _ = _glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
+    value, _, _ = glu(gate, up, GATE)
     if I % BLOCK != 0:
         value = gl.where(gl.expand_dims(n < I, 0), value, 0.0)
     largest = gl.max(gl.abs(value), axis=1)
@@ -146,11 +143,11 @@ def fp8_hopper_kernel(
     x, w, x_scale, w_scale, out, out_scale, pre, ends, tile_expert, tile_row, num_tiles,
     stride_xs, stride_xg, stride_os, groups,
     N: gl.constexpr, K: gl.constexpr, M_MAX: gl.constexpr,
-    ACTIVATE: gl.constexpr, SAVE_PRE: gl.constexpr,
-    ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, OFFSET: gl.constexpr,
+    GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """x [S, K] and w [E * N, K] as descriptors of boxes [64, 128] and [128, 128]."""
+    ACTIVATE: gl.constexpr = GATE is not None
     WIDTH: gl.constexpr = BLOCK if ACTIVATE else 2 * BLOCK
     SHIFT: gl.constexpr = N // 2 if ACTIVATE else BLOCK
     NUM_N: gl.constexpr = (N // 2 if ACTIVATE else N) // WIDTH + ((N // 2 if ACTIVATE else N) % WIDTH > 0)  # fmt: skip # noqa: E501
@@ -172,14 +169,12 @@ def fp8_hopper_kernel(
             (_consume, (
                 x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, pre, ends,
                 tile_expert, tile_row, total, tiles, stride_xs, stride_xg, stride_os,
-                0, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, SAVE_PRE,
-                ACT, LIMIT, ALPHA, OFFSET,
+                0, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, GATE, SAVE_PRE,
             )),
             (_consume, (
                 x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, pre, ends,
                 tile_expert, tile_row, total, tiles, stride_xs, stride_xg, stride_os,
-                1, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, SAVE_PRE,
-                ACT, LIMIT, ALPHA, OFFSET,
+                1, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, GATE, SAVE_PRE,
             )),
             (_produce, (
                 x, w, x_ring, w_ring, ready, empty, ends, tile_expert, tile_row, total, tiles,

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import constants
 from ..order import ExpertOrder
+from .activate import gate_of, glu
 from .launch import cdiv
 from .tiles import (
     W8,
@@ -15,7 +15,6 @@ from .tiles import (
     choose,
     dot_precision,
     find_tile,
-    glu,
     launches,
     load_rows,
     low_rank_args,
@@ -34,8 +33,7 @@ def gate_up_kernel(
     SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, SAVE_PRE: tl.constexpr, BIAS: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr,
+    GATE: tl.constexpr,
     TMA: tl.constexpr, K_MAJOR: tl.constexpr, ONE_DOT: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
@@ -53,22 +51,22 @@ def gate_up_kernel(
     x_rows = x + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X
 
     n0 = column * BN
-    WIDTH: tl.constexpr = BN if FORM == "ungated" else 2 * BN
-    INNER: tl.constexpr = I if FORM == "ungated" else 2 * I
+    WIDTH: tl.constexpr = BN if GATE.form == "ungated" else 2 * BN
+    INNER: tl.constexpr = I if GATE.form == "ungated" else 2 * I
     if R > 0:
         side = tl.zeros([BM, RP], dtype=tl.float32)
     if ONE_DOT:
         both = tl.zeros([BM, WIDTH], dtype=tl.float32)
         for k in range(0, H, BK):
             a = load_rows(x_rows, k, H, BK, UPCAST)
-            if FORM == "concatenated":
+            if GATE.form == "concatenated":
                 both = weight_dot(a, both, w, scales, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, I, H, BN, BK, TMA, K_MAJOR, PRECISION, 2)  # fmt: skip # noqa: E501
             else:
                 both = weight_dot(a, both, w, scales, expert, column * WIDTH, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, INNER, H, WIDTH, BK, TMA, K_MAJOR, PRECISION)  # fmt: skip # noqa: E501
             if R > 0:
                 side = low_rank_in(a, low_a, side, expert, k, H, R, BK, UPCAST, PRECISION)
         n = tl.arange(0, WIDTH)
-        if FORM == "concatenated":
+        if GATE.form == "concatenated":
             inside = n0 + n % BN < I
             n = n0 + n % BN + n // BN * I
         else:
@@ -79,12 +77,12 @@ def gate_up_kernel(
         if BIAS:
             value = tl.load(bias + expert.to(tl.int64) * INNER + n, mask=inside, other=0.0)
             both += value.to(tl.float32)[None, :]
-        if SAVE_PRE and FORM != "concatenated":
+        if SAVE_PRE and GATE.form != "concatenated":
             at = rows.to(tl.int64)[:, None] * INNER + n[None, :]
             tl.store(pre + at, both.to(pre.dtype.element_ty), mask=mask[:, None] & inside[None, :])
-        if FORM == "concatenated":
+        if GATE.form == "concatenated":
             gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
-        elif FORM == "interleaved":
+        elif GATE.form == "interleaved":
             gate, up = both.reshape(BM, BN, 2).split()
         else:
             gate, up = both, 1.0
@@ -110,15 +108,15 @@ def gate_up_kernel(
     n = n0 + tl.arange(0, BN)[None, :]
     mask = mask[:, None] & (n < I)
     at = rows.to(tl.int64)[:, None]
-    if SAVE_PRE and FORM == "concatenated":
+    if SAVE_PRE and GATE.form == "concatenated":
         tl.store(pre + at * (2 * I) + n, gate.to(pre.dtype.element_ty), mask=mask)
         tl.store(pre + at * (2 * I) + I + n, up.to(pre.dtype.element_ty), mask=mask)
     if WEIGHT_ON_INPUT:
         scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
         gate *= scale
-        if FORM != "ungated":
+        if GATE.form != "ungated":
             up *= scale
-    value, _, _ = glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
+    value, _, _ = glu(gate, up, GATE)
     tl.store(act + at * I + n, value.to(act.dtype.element_ty), mask=mask)
 
 
@@ -147,8 +145,8 @@ def gate_up(
     weight[e] + B[e] A[e].
     """
     slots, (experts, width, hidden) = order.row_to_slot.numel(), weight.shape
-    told = constants(activation)
-    form = told["FORM"]
+    gate = gate_of(activation)
+    form = gate.form
     inner = width if form == "ungated" else width // 2
     act = x.new_empty(slots, inner)
     pre = x.new_empty((slots, width) if save_pre else (0,))
@@ -171,7 +169,7 @@ def gate_up(
         tile, x.dtype, dot_precision(x.dtype), weight.stride(), low_rank.rank if low_rank else 0,
         STRIDE_X=x.stride(0), H=hidden, I=inner, TOP_K=slots // x.shape[0],
         WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre, BIAS=bias is not None,
-        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, **scale_strides, **told,
+        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, **scale_strides, GATE=gate,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * cdiv(inner, tile.bn),),
