@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, launches, power_of_two
+from .launch import launches
 
 
 @triton.jit
@@ -40,12 +40,12 @@ def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | Non
     tokens, hidden = slot_to_row.numel() // top_k, rows.shape[1]
     out = rows.new_empty(tokens, hidden)
     if tokens:
-        block = min(2048 if tokens >= 256 else 256, power_of_two(hidden))
+        block = min(2048 if tokens >= 256 else 256, 1 << (hidden - 1).bit_length())
         start = _combine(
             H=hidden, TOP_K=top_k, WEIGHTED=weights is not None, BLOCK=block, num_warps=4
         )
         weights = rows if weights is None else weights
-        start((tokens, cdiv(hidden, block)), rows, slot_to_row, weights, out)
+        start((tokens, -(-hidden // block)), rows, slot_to_row, weights, out)
     return out
 
 
@@ -74,8 +74,9 @@ def sum_partials(
     dropped slots. `start` [S] is float32."""
     slots = slot_to_row.numel()
     if slots:
-        block = min(256, power_of_two(slots))
-        options = {"COLUMNS": partials.shape[1], "START": start is not None, "BLOCK": block}
-        launch = _sum_partials(**options, num_warps=4)
-        launch((cdiv(slots, block),), partials, start, slot_to_row, out, slots)
+        block = min(256, 1 << (slots - 1).bit_length())
+        launch = _sum_partials(
+            COLUMNS=partials.shape[1], START=start is not None, BLOCK=block, num_warps=4
+        )
+        launch((-(-slots // block),), partials, start, slot_to_row, out, slots)
     return out

@@ -64,7 +64,9 @@ def fp8_gemm_kernel(
         tiles = tl.load(num_tiles)
         if pid >= tiles * NUM_N:
             return
-    expert, first, end, column = place(pid, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M)  # fmt: skip # noqa: E501
+    expert, first, end, column = place(
+        pid, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M
+    )
     if first >= end:
         return
     rows = first + tl.arange(0, BM)
@@ -125,16 +127,20 @@ def height(slots: int, num_experts: int, device: torch.device) -> int:
 
 
 @functools.lru_cache(1024)
-def _prepared(hopper: bool, stages: int, activation: str | None, **told) -> Launch:
-    told["GATE"] = gate_of(activation) if activation else None
-    if not hopper:
-        told["INTERPRET"] = INTERPRET
-        warps = 8 if told["BM"] == 128 else 4
-        return Launch(fp8_gemm_kernel, **told, num_warps=warps, num_stages=stages)
-    from .fp8_hopper import fp8_hopper_kernel
+def _prepared(
+    hopper: bool, n: int, k: int, m_max: int, bm: int, stages: int, activation: str | None,
+    save_pre: bool,
+) -> Launch:  # fmt: skip
+    gate, group_m = gate_of(activation) if activation else None, 16 if k > 4096 else 8
+    if hopper:
+        from .fp8_hopper import fp8_hopper_kernel, plan
 
-    del told["BM"]
-    return Launch(fp8_hopper_kernel, **told, STAGES=stages, num_warps=4)
+        sizes = plan(n, k, m_max, gate is not None, group_m, stages)
+        return Launch(fp8_hopper_kernel, PLAN=sizes, GATE=gate, SAVE_PRE=save_pre, num_warps=4)
+    return Launch(
+        fp8_gemm_kernel, N=n, K=k, M_MAX=m_max, GATE=gate, SAVE_PRE=save_pre, INTERPRET=INTERPRET,
+        BM=bm, GROUP_M=group_m, num_warps=8 if bm == 128 else 4, num_stages=stages,
+    )  # fmt: skip
 
 
 @functools.lru_cache(4096)
@@ -181,7 +187,8 @@ def fp8_gemm(
     hopper &= (x.data_ptr() | weight.data_ptr()) % 16 == 0
     if masked_m is None:
         bm, m_max, ends = order.block_m, 0, order.expert_offsets
-        count, listed = order.tile_expert.numel(), (order.tile_expert, order.tile_row, order.num_tiles)  # fmt: skip # noqa: E501
+        count = order.tile_expert.numel()
+        listed = order.tile_expert, order.tile_row, order.num_tiles
         hopper &= bm == 128
     else:
         m_max, ends, listed = slots // experts, masked_m, (None,) * 3
@@ -190,10 +197,7 @@ def fp8_gemm(
     stages = 4  # of 48 KB; and two weight tiles and one of rows
     if not hopper:
         stages = max(1, min(4, (tiles.chip(x.device)[1] - 4096) // ((bm + 2 * BLOCK) * BLOCK)))
-    start = _prepared(
-        hopper, stages, activation, N=n, K=columns, M_MAX=m_max, SAVE_PRE=pre is not None,
-        BM=bm, GROUP_M=16 if columns > 4096 else 8,
-    )  # fmt: skip
+    start = _prepared(hopper, n, columns, m_max, bm, stages, activation, pre is not None)
     wide = n // 2 if activation else n
     count *= cdiv(wide, BLOCK if activation or not hopper else 2 * BLOCK)
     operands = (x, weight)
