@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activation import Activation, parse
+from .activation import ACTS, Activation, parse
 from .order import ExpertOrder, max_tiles
 
 
@@ -164,13 +164,7 @@ def glu(gate_up: Tensor, activation: Activation | str = "silu") -> Tensor:
         gate, up = gate.clamp(max=found.limit), up.clamp(-found.limit, found.limit)
     if found.offset:
         up = up + found.offset
-    if found.act == "silu":
-        gate = gate * (found.alpha * gate).sigmoid() if found.alpha != 1 else F.silu(gate)
-    elif found.act.startswith("relu"):
-        gate = F.relu(gate) ** (2 if found.act == "relu2" else 1)
-    else:
-        gate = F.gelu(gate, approximate="tanh" if found.act == "gelu_tanh" else "none")
-    return gate * up
+    return ACTS[found.act].twin(gate, found.alpha) * up
 
 
 def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:

@@ -228,7 +228,9 @@ def main():
                 registers = re.findall(r"Used (\d+) registers", log)
                 spills = re.findall(r"(\d+) bytes spill stores", log)
                 values, warps, stages = launch[2], launch[4], launch[5]
-                tile = "x".join(str(values[name]) for name in ("BM", "BN", "BK") if name in values)
+                tile = values["TILE"]._asdict() if "TILE" in values else values
+                tile = {name.upper(): size for name, size in tile.items()}
+                tile = "x".join(str(tile[name]) for name in ("BM", "BN", "BK") if name in tile)
                 print(
                     f"{options.chip} {shape} {dtype} {launch[0].__name__} {tile} w{warps} "
                     f"s{stages}: registers {','.join(registers) or '-'}, spills "

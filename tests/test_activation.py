@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from ops import DTYPES, assert_close, gradients, in_double, moe, sample
 
 from moe_patch import reference
-from moe_patch.activation import ACTS, Activation, constants, parse
+from moe_patch.activation import ACTS, Act, Activation, parse
+from moe_patch.kernels.activate import gate_of, glu
 from moe_patch.ops.experts import fused_experts
 
 OAI = Activation("silu", limit=0.7, alpha=1.702, offset=1.0)
@@ -58,6 +61,68 @@ def test_output_and_every_gradient(device, kind, dtype, tokens, weight_on, trans
             assert (mine.double() - other).norm() <= 1e-5 * other.norm()
 
 
+@triton.jit
+def glu_kernel(gate, up, value, by_gate, by_up, GATE: tl.constexpr, N: tl.constexpr):
+    n = tl.arange(0, N)
+    out, d_gate, d_up = glu(tl.load(gate + n), tl.load(up + n), GATE)
+    tl.store(value + n, out)
+    tl.store(by_gate + n, d_gate)
+    tl.store(by_up + n, d_up)
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("options", ({}, {"limit": 1.5, "offset": 0.5}), ids=("plain", "clamped"))
+def test_every_act_and_its_slope_agree_with_its_twin(device, act, options):
+    """In one tile, without a product before it; alpha too where the act has one."""
+    activation = Activation(act, alpha=1.702 if ACTS[act].has_alpha else 1.0, **options)
+    gate, up = torch.linspace(-9, 9, 256, device=device), torch.linspace(5, -5, 256, device=device)
+    ours = [torch.full_like(gate, torch.nan) for _ in range(3)]
+    glu_kernel[(1,)](gate, up, *ours, GATE=gate_of(str(activation)), N=256)
+    exact = [x.double().requires_grad_() for x in (gate, up)]
+    truth = reference.glu(torch.cat(exact), activation)
+    true = (truth, *torch.autograd.grad(truth.sum(), exact))
+    for mine, other in zip(ours, true):
+        torch.testing.assert_close(mine, other.float(), rtol=2e-5, atol=2e-6)
+
+
+def _cube(gate, ALPHA):
+    return gate * gate * gate, 3.0 * gate * gate
+
+
+def test_one_entry_is_a_new_activation(device, monkeypatch):
+    """In the kernels, forward and backward, and in the reference; refused again without it."""
+    monkeypatch.setitem(ACTS, "cube", Act(_cube, lambda gate, alpha: gate**3))
+    for tokens in (1, 40):  # decoded, sorted
+        arguments = moe(device, torch.float32, tokens, 64, 48, 4, 2)
+        exact = in_double(arguments)
+        out = fused_experts(**arguments, activation="cube")
+        truth = reference.fused_experts(**exact, activation="cube")
+        d_out = torch.ones_like(out)
+        assert_close(out, truth, torch.float32)
+        ours = gradients(out, d_out, *arguments.values())
+        for mine, other in zip(ours, gradients(truth, d_out.double(), *exact.values())):
+            assert (mine.double() - other).norm() <= 1e-5 * other.norm()
+        with torch.no_grad():
+            assert_close(fused_experts(**arguments, activation="cube"), truth, torch.float32)
+    monkeypatch.undo()
+    parse.cache_clear()
+    with pytest.raises(ValueError, match="act is 'cube'"):
+        fused_experts(**arguments, activation="cube")
+
+
+def test_a_changed_formula_is_another_constant(monkeypatch):
+    """Triton files compiled kernels by the text of their constants."""
+    before = gate_of("relu")
+    assert repr(before) == repr(gate_of("relu None 1.0 0.0 concatenated"))
+    monkeypatch.setitem(ACTS, "relu", Act(_cube, ACTS["relu"].twin))
+    gate_of.cache_clear()
+    after = gate_of("relu")
+    assert before.source != after.source
+    assert all(each.source in repr(each) for each in (before, after))
+    monkeypatch.undo()
+    gate_of.cache_clear()
+
+
 def test_the_name_alone_is_the_activation(device):
     arguments = moe(device, torch.float32, 5, 32, 16, 4, 2, grad=False)
     for act in ACTS:
@@ -69,7 +134,6 @@ def test_the_name_alone_is_the_activation(device):
 def test_what_stands_in_an_operator_comes_back():
     for one in (*KINDS.values(), Activation("silu", 7.0, 1.702, 1.0)):
         assert parse(str(one)) == one
-        assert list(constants(str(one))) == ["ACT", "LIMIT", "ALPHA", "OFFSET", "FORM"]
 
 
 def test_nan_and_inf_pass_a_clamp_as_torch_s_do(device):

@@ -292,13 +292,17 @@ def test_bad_input_is_named(device):
         with pytest.raises(error, match=match):
             fp8.grouped_gemm(*arguments)
 
-    refused("lhs must be 2-dimensional float8_e4m3fn", lhs.float(), lhs_scale, rhs, rhs_scale, offsets)  # fmt: skip # noqa: E501
+    refused(
+        "lhs must be 2-dimensional float8_e4m3fn", lhs.float(), lhs_scale, rhs, rhs_scale, offsets
+    )
     refused("needs a scale", lhs, lhs_scale[:, :1], rhs, rhs_scale, offsets)
     refused("must be .2, 1, 2.", lhs, lhs_scale, rhs, rhs_scale[:, :, :1], offsets)
     refused("scale is torch.float16", lhs, lhs_scale.half(), rhs, rhs_scale, offsets)
     refused("strides", lhs.t().contiguous().t(), lhs_scale, rhs, rhs_scale, offsets)
     refused("offsets must be", lhs, lhs_scale, rhs, rhs_scale, offsets[:2])
-    refused("does not fit rhs", lhs[:, :128].contiguous(), lhs_scale[:, :1], rhs, rhs_scale, offsets)  # fmt: skip # noqa: E501
+    refused(
+        "does not fit rhs", lhs[:, :128].contiguous(), lhs_scale[:, :1], rhs, rhs_scale, offsets
+    )
     lhs, lhs_scale = lhs.view(2, 2, 256), lhs_scale.reshape(2, 2, 2)
     masked_m = torch.tensor([1, 2], dtype=torch.int32, device=device)
     masked = lhs, lhs_scale, rhs, rhs_scale

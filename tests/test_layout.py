@@ -27,7 +27,7 @@ FLOORS = tuple(
         "order activation precision paths",
         "formats formats.scaled",
         "reference",
-        """kernels kernels.launch kernels.table kernels.tiles kernels.weights
+        """kernels kernels.launch kernels.table kernels.activate kernels.tiles kernels.weights
         kernels.topk kernels.sort_tokens kernels.groups kernels.combine kernels.quantize
         kernels.dequantize kernels.gate_up kernels.grouped_gemm kernels.dgate kernels.dw
         kernels.decode kernels.hopper kernels.hopper.fp8 kernels.fp8_gemm kernels.ways""",
@@ -101,7 +101,7 @@ THIRD_PARTY = {
     "switch": set(),
     "shapes": {"torch", "transformers"},
     "order": {"torch"},
-    "activation": set(),
+    "activation": {"torch", "triton"},
     "precision": {"torch"},
     "paths": set(),
     "formats": {"torch"},

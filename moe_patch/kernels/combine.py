@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, cdiv, launches, power_of_two
+from .launch import Launch, launches
 
 
 @triton.jit
@@ -51,9 +51,9 @@ def combine(rows: Tensor, slot_to_row: Tensor, top_k: int, weights: Tensor | Non
 @functools.lru_cache(1024)
 def _prepare(many: bool, hidden: int, top_k: int, weighted: bool) -> tuple[Launch, int]:
     """(combine_kernel, made ready, and the programs of a token)."""
-    block = min(2048 if many else 256, power_of_two(hidden))
+    block = min(2048 if many else 256, 1 << (hidden - 1).bit_length())
     start = _combine(H=hidden, TOP_K=top_k, WEIGHTED=weighted, BLOCK=block, num_warps=4)
-    return start, cdiv(hidden, block)
+    return start, -(-hidden // block)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -83,5 +83,5 @@ def sum_partials(
     if slots:
         options = {"COLUMNS": partials.shape[1], "START": start is not None, "BLOCK": 256}
         launch = _sum_partials(**options, num_warps=4)
-        launch((cdiv(slots, 256),), partials, start, slot_to_row, out, slots)
+        launch((-(-slots // 256),), partials, start, slot_to_row, out, slots)
     return out

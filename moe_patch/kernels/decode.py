@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import constants
-from .launch import Launch, cdiv, power_of_two
-from .tiles import INTERPRET, glu
+from .activate import gate_of, glu
+from .launch import Launch, power_of_two
+from .tiles import INTERPRET, NO_SCALES, Layout
 from .weights import _BLOCK, BLOCK, readable, widen, widen_scale
 
 
@@ -30,7 +30,7 @@ def _weights(at, n, k, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: t
 
 @triton.jit
 def _products(
-    weights, scales, a, a_scales, n, k0, N, K, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
+    weights, scales, a, a_scales, n, k0, N, K, LAYOUT: tl.constexpr,
     STRIDE_AG: tl.constexpr, FIRST: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,8 @@ def _products(
         return products
     else:
         k = k0 + tl.arange(0, PARTS) * (BK // PARTS)
-        place = ((FIRST + n) // _BLOCK * SCALE_N)[:, None] + (k // _BLOCK * SCALE_K)[None, :]
+        place = ((FIRST + n) // _BLOCK * LAYOUT.scale_n)[:, None]
+        place += (k // _BLOCK * LAYOUT.scale_k)[None, :]
         inside = (n[:, None] < N) & (k[None, :] < K)
         scale = widen_scale(tl.load(scales + place, mask=inside, other=0))
         if a_scales is not None:
@@ -53,13 +54,10 @@ def _products(
 @triton.jit
 def decode_gate_up_kernel(
     x, x_scale, w, scales, bias, index, slot_weight, act,
+    LAYOUT: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_XS: tl.constexpr, STRIDE_XG: tl.constexpr,
-    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
-    WEIGHT_ON_INPUT: tl.constexpr, BIAS: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1)
@@ -67,55 +65,52 @@ def decode_gate_up_kernel(
     if (expert >= 0) & (expert < E):
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         # rows of the weight: the gate's, in turn with up's, or all there are
-        WIDTH: tl.constexpr = 2 * BN if FORM == "interleaved" else BN
-        INNER: tl.constexpr = I if FORM == "ungated" else 2 * I
-        END: tl.constexpr = 2 * I if FORM == "interleaved" else I
+        WIDTH: tl.constexpr = 2 * BN if GATE.form == "interleaved" else BN
+        INNER: tl.constexpr = I if GATE.form == "ungated" else 2 * I
+        END: tl.constexpr = 2 * I if GATE.form == "interleaved" else I
         m = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
         token = (slot // TOP_K).to(tl.int64)
         row = x + token * STRIDE_X
-        rows = w + expert * STRIDE_E + m[:, None] * STRIDE_N
+        rows = w + expert * LAYOUT.stride_e + m[:, None] * LAYOUT.stride_n
         if scales is not None:
-            scales += expert * SCALE_E
+            scales += expert * LAYOUT.scale_e
         if x_scale is not None:
             x_scale += token * STRIDE_XS
         gate = tl.zeros([WIDTH, PARTS], dtype=tl.float32)
         up = tl.zeros([BN, PARTS], dtype=tl.float32)
         for k0 in tl.range(0, H, BK, num_stages=STAGES):
             k = k0 + tl.arange(0, BK)
-            at = rows + k[None, :] * STRIDE_K
+            at = rows + k[None, :] * LAYOUT.stride_k
             gates = _weights(at, m, k, END, H, WIDTH, BK)
-            if FORM == "concatenated":
-                ups = _weights(at + I * STRIDE_N, n, k, I, H, BN, BK)
+            if GATE.form == "concatenated":
+                ups = _weights(at + I * LAYOUT.stride_n, n, k, I, H, BN, BK)
             a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)
             gate += _products(
-                gates, scales, a, x_scale, m, k0, END, H, SCALE_N, SCALE_K, STRIDE_XG, 0, WIDTH,
-                BK, PARTS,
-            )  # fmt: skip
-            if FORM == "concatenated":
+                gates, scales, a, x_scale, m, k0, END, H, LAYOUT, STRIDE_XG, 0, WIDTH, BK, PARTS
+            )
+            if GATE.form == "concatenated":
                 up += _products(
-                    ups, scales, a, x_scale, n, k0, I, H, SCALE_N, SCALE_K, STRIDE_XG, I, BN, BK,
-                    PARTS,
-                )  # fmt: skip
+                    ups, scales, a, x_scale, n, k0, I, H, LAYOUT, STRIDE_XG, I, BN, BK, PARTS
+                )
         scale = tl.load(slot_weight + slot).to(tl.float32) if WEIGHT_ON_INPUT else 1.0
         gate, up = tl.sum(gate, axis=1) * scale, tl.sum(up, axis=1) * scale
         if BIAS:
             at = bias + expert * INNER + m
             gate += tl.load(at, mask=m < END, other=0.0).to(tl.float32)
-            if FORM == "concatenated":
+            if GATE.form == "concatenated":
                 up += tl.load(at + I, mask=n < I, other=0.0).to(tl.float32)
-        if FORM == "interleaved":
+        if GATE.form == "interleaved":
             gate, up = gate.reshape(BN, 2).split()
-        elif FORM == "ungated":
+        elif GATE.form == "ungated":
             up = 1.0
-        value, _, _ = glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
+        value, _, _ = glu(gate, up, GATE)
         tl.store(act + slot * I + n, value, mask=n < I)
 
 
 @triton.jit
 def decode_down_kernel(
     act, w, scales, bias, index, slot_weight, out,
-    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
+    LAYOUT: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
@@ -135,7 +130,8 @@ def decode_down_kernel(
         width, height = tl.where(live, I, 0), tl.where(live, H, 0)  # loads nothing where dropped
         k0 = step % STEPS * BK
         k = k0 + tl.arange(0, BK)
-        at = w + expert * STRIDE_E + n[:, None] * STRIDE_N + k[None, :] * STRIDE_K
+        at = w + expert * LAYOUT.stride_e + n[:, None] * LAYOUT.stride_n
+        at += k[None, :] * LAYOUT.stride_k
         weights = tl.load(at, mask=(n[:, None] < H) & (k[None, :] < width), other=0.0)
         a = tl.load(act + slot * I + k, mask=k < width, other=0.0)
         if WEIGHTED:
@@ -143,10 +139,8 @@ def decode_down_kernel(
             a *= scale
         own = scales
         if scales is not None:
-            own += expert * SCALE_E
-        acc += _products(
-            weights, own, a, None, n, k0, height, width, SCALE_N, SCALE_K, 0, 0, BN, BK, PARTS
-        )
+            own += expert * LAYOUT.scale_e
+        acc += _products(weights, own, a, None, n, k0, height, width, LAYOUT, 0, 0, BN, BK, PARTS)
         if BIAS:
             value = tl.load(bias + expert * H + n, mask=(n < height) & (k0 == 0), other=0.0)
             value = value.to(tl.float32)
@@ -213,19 +207,20 @@ def decode(
         gate_up_proj.element_size(),
         (x.stride(0), 0, 0) if x_scale is None else (x.stride(0), *x_scale.stride()),
         gate_up_proj.stride(), down_proj.stride(),
-        *(None if scale is None else scale.stride() for scale in (gate_up_scale, down_scale)),
+        None if gate_up_scale is None else gate_up_scale.stride(),
+        None if down_scale is None else down_scale.stride(),
     )  # fmt: skip
     if gate_up_scale is not None:
         gate_up_proj, down_proj = readable(gate_up_proj), readable(down_proj)
         gate_up_scale, down_scale = readable(gate_up_scale), readable(down_scale)
     act = x.new_empty((tokens * top_k, inner), dtype=torch.float32)
     out = x.new_empty(x.shape, dtype=x.dtype if x_scale is None else torch.bfloat16)
-    grid = (cdiv(inner, gate_up.constants["BN"]), tokens * top_k)
+    grid = (-(-inner // gate_up.constants["BN"]), tokens * top_k)
     x = x if x_scale is None else readable(x)
     gate_up(
         grid, x, x_scale, gate_up_proj, gate_up_scale, gate_up_bias, top_k_index, top_k_weights, act
     )
-    grid = (cdiv(hidden, down.constants["BN"]), tokens)
+    grid = (-(-hidden // down.constants["BN"]), tokens)
     down(grid, act, down_proj, down_scale, down_bias, top_k_index, top_k_weights, out)
     return out
 
@@ -247,8 +242,7 @@ def _launches(
     """Of the two kernels; `strides` of both weights and of both scales."""
     sizes = {"H": hidden, "I": inner, "E": experts, "TOP_K": top_k}
     gate_up, down = (
-        dict(zip(("STRIDE_E", "STRIDE_N", "STRIDE_K"), weight))
-        | dict(zip(("SCALE_E", "SCALE_N", "SCALE_K"), scale or (0, 0, 0)))
+        Layout(*weight, *(scale or NO_SCALES), tma=False, k_major=weight[2] == 1)
         for weight, scale in zip(strides[:2], strides[2:])
     )
     scaled = strides[2] is not None
@@ -256,13 +250,13 @@ def _launches(
     first = Launch(
         decode_gate_up_kernel,
         **dict(zip(("STRIDE_X", "STRIDE_XS", "STRIDE_XG"), x_strides)),
-        **gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
-        BIAS=gate_up_bias, **constants(activation), **block,
+        LAYOUT=gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
+        BIAS=gate_up_bias, GATE=gate_of(activation), **block,
     )  # fmt: skip
     block = _block(itemsize, inner, strides[1], down=True, scaled=scaled)
     second = Launch(
         decode_down_kernel,
-        **down, **sizes, KP=power_of_two(top_k), WEIGHTED=not weight_on_input,
+        LAYOUT=down, **sizes, KP=power_of_two(top_k), WEIGHTED=not weight_on_input,
         BIAS=down_bias, **block,
     )  # fmt: skip
     return first, second

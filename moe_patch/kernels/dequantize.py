@@ -18,7 +18,7 @@ from ..order import ExpertOrder
 from .groups import group_tiles
 from .launch import cdiv, launches
 from .tiles import LowRank
-from .weights import _BLOCK, BLOCK, readable, scale_operand, widen, widen_scale
+from .weights import _BLOCK, BLOCK, readable, widen, widen_scale
 
 ROWS = 512
 """An expert's, from which on it pays."""
@@ -51,9 +51,11 @@ def dequantize(weight: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """Writes weight e4m3 [E, N, K] times the scales [E, ceil(N / 128), ceil(K / 128)] of its blocks
     into `out`, both contiguous, and returns it."""
     experts, n, k = weight.shape
-    scales, strides = scale_operand(scale)
-    start = _launches(N=n, K=k, BN=32, num_warps=4, **strides)
-    start((cdiv(n, 32), cdiv(k, BLOCK), experts), readable(weight), scales, out)
+    scale_e, scale_n, scale_k = scale.stride()
+    start = _launches(
+        SCALE_E=scale_e, SCALE_N=scale_n, SCALE_K=scale_k, N=n, K=k, BN=32, num_warps=4
+    )  # fmt: skip
+    start((cdiv(n, 32), cdiv(k, BLOCK), experts), readable(weight), readable(scale), out)
     return out
 
 

@@ -9,143 +9,162 @@ d_pre = [dA u silu'(g) | dA silu(g)], silu'(g) = sig(g) (1 + g (1 - sig(g))); ti
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import constants
+from ..activation import parse
 from ..order import ExpertOrder
-from .launch import cdiv
+from .activate import glu
 from .tiles import (
+    NO_SCALES,
+    NO_UPDATE,
     W8,
     LowRank,
+    Update,
     choose,
     dot_precision,
     find_tile,
-    glu,
     launches,
     load_rows,
-    low_rank_args,
     low_rank_in,
     low_rank_out,
 )
-from .weights import scale_operand, weight_dot, weight_operand
+from .weights import Weight, readable, weight_dot, weight_operand
+
+
+class Rows(NamedTuple):
+    """What the epilogue reads and writes of a tile's rows, in expert order."""
+
+    row: Any
+    """[BM]; `mask` [BM] says which of them there are."""
+    mask: Any
+    scale: Any
+    """[BM, 1], the routing weights."""
+    pre: Any
+    d_pre: Any
+    act: Any
 
 
 @triton.jit
 def _epilogue(
-    d_act, rows, row_mask, scale, start, pre, d_pre, act,
-    I: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, NEED_ACT: tl.constexpr, NEED_PRE: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr,
+    d_act, rows, start,
+    I: tl.constexpr, GATE: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
+    NEED_ACT: tl.constexpr, NEED_PRE: tl.constexpr,
 ):  # fmt: skip
     BM: tl.constexpr = d_act.shape[0]
     BN: tl.constexpr = d_act.shape[1]
     n = start + tl.arange(0, BN)
-    mask = row_mask[:, None] & (n[None, :] < I)
-    if FORM == "interleaved":
+    mask = rows.mask[:, None] & (n[None, :] < I)
+    if GATE.form == "interleaved":
         wide = 2 * start + tl.arange(0, 2 * BN)
-        wide_mask = row_mask[:, None] & (wide[None, :] < 2 * I)
-        at = rows.to(tl.int64)[:, None] * (2 * I) + wide[None, :]
-        both = tl.load(pre + at, mask=wide_mask, other=0.0).to(tl.float32)
+        wide_mask = rows.mask[:, None] & (wide[None, :] < 2 * I)
+        at = rows.row.to(tl.int64)[:, None] * (2 * I) + wide[None, :]
+        both = tl.load(rows.pre + at, mask=wide_mask, other=0.0).to(tl.float32)
         gate, up = both.reshape(BM, BN, 2).split()
     else:
-        INNER: tl.constexpr = I if FORM == "ungated" else 2 * I
-        at = rows.to(tl.int64)[:, None] * INNER + n[None, :]
-        gate = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
-        if FORM == "ungated":
+        INNER: tl.constexpr = I if GATE.form == "ungated" else 2 * I
+        at = rows.row.to(tl.int64)[:, None] * INNER + n[None, :]
+        gate = tl.load(rows.pre + at, mask=mask, other=0.0).to(tl.float32)
+        if GATE.form == "ungated":
             up = 1.0 + tl.zeros_like(gate)
         else:
-            up = tl.load(pre + at + I, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(rows.pre + at + I, mask=mask, other=0.0).to(tl.float32)
     if WEIGHT_ON_INPUT:
-        up_scale = 1.0 if FORM == "ungated" else scale
-        value, by_gate, by_up = glu(gate * scale, up * up_scale, ACT, LIMIT, ALPHA, OFFSET)
+        up_scale = 1.0 if GATE.form == "ungated" else rows.scale
+        value, by_gate, by_up = glu(gate * rows.scale, up * up_scale, GATE)
         d_gate, d_up = d_act * by_gate, d_act * by_up
-        if FORM == "ungated":
+        if GATE.form == "ungated":
             d_up = tl.zeros_like(d_up)
         d_scale = tl.sum(tl.where(mask, d_gate * gate + d_up * up, 0.0), axis=1)
-        d_gate *= scale
-        d_up *= scale
+        d_gate *= rows.scale
+        d_up *= rows.scale
     else:
-        value, by_gate, by_up = glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
+        value, by_gate, by_up = glu(gate, up, GATE)
         d_scale = tl.sum(tl.where(mask, d_act * value, 0.0), axis=1)
-        d_act *= scale
-        value *= scale
+        d_act *= rows.scale
+        value *= rows.scale
         d_gate, d_up = d_act * by_gate, d_act * by_up
     if NEED_PRE:
-        if FORM == "interleaved":
+        if GATE.form == "interleaved":
             both = tl.join(d_gate, d_up).reshape(BM, 2 * BN)
-            tl.store(d_pre + at, both.to(d_pre.dtype.element_ty), mask=wide_mask)
+            tl.store(rows.d_pre + at, both.to(rows.d_pre.dtype.element_ty), mask=wide_mask)
         else:
-            tl.store(d_pre + at, d_gate.to(d_pre.dtype.element_ty), mask=mask)
-        if FORM == "concatenated":
-            tl.store(d_pre + at + I, d_up.to(d_pre.dtype.element_ty), mask=mask)
+            tl.store(rows.d_pre + at, d_gate.to(rows.d_pre.dtype.element_ty), mask=mask)
+        if GATE.form == "concatenated":
+            tl.store(rows.d_pre + at + I, d_up.to(rows.d_pre.dtype.element_ty), mask=mask)
     if NEED_ACT:
-        to = rows.to(tl.int64)[:, None] * I + n[None, :]
-        tl.store(act + to, value.to(act.dtype.element_ty), mask=mask)
+        to = rows.row.to(tl.int64)[:, None] * I + n[None, :]
+        tl.store(rows.act + to, value.to(rows.act.dtype.element_ty), mask=mask)
     return d_scale
 
 
 @triton.jit
 def _epilogues(
-    d_act, rows, mask, scale, start, pre, d_pre, act,
-    I: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, NEED_ACT: tl.constexpr, NEED_PRE: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr, PARTS: tl.constexpr,
+    d_act, rows, start,
+    I: tl.constexpr, GATE: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
+    NEED_ACT: tl.constexpr, NEED_PRE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """In column parts: over a whole tile the epilogue's registers would spill."""
     if PARTS == 1:
-        return _epilogue(d_act, rows, mask, scale, start, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM)  # fmt: skip # noqa: E501
+        return _epilogue(d_act, rows, start, I, GATE, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE)
     else:
         BM: tl.constexpr = d_act.shape[0]
         HALF: tl.constexpr = d_act.shape[1] // 2
         left, right = d_act.reshape(BM, 2, HALF).permute(0, 2, 1).split()
-        total = _epilogues(left, rows, mask, scale, start, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM, PARTS // 2)  # fmt: skip # noqa: E501
-        return total + _epilogues(right, rows, mask, scale, start + HALF, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM, PARTS // 2)  # fmt: skip # noqa: E501
+        total = _epilogues(
+            left, rows, start, I, GATE, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, PARTS // 2
+        )
+        return total + _epilogues(
+            right, rows, start + HALF, I, GATE, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, PARTS // 2
+        )
 
 
 @triton.jit
 def dgate_kernel(
     d_out, w, scales, slot_weight, pre, d_pre, act, d_scale, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
-    STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
+    LAYOUT: tl.constexpr, STRIDE_X: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
     NEED_PRE: tl.constexpr, NEED_ACT: tl.constexpr, NEED_SCALE: tl.constexpr, PARTS: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr,
-    TMA: tl.constexpr, K_MAJOR: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    GATE: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    BM: tl.constexpr = TILE.bm
+    BN: tl.constexpr = TILE.bn
+    BK: tl.constexpr = TILE.bk
     pid = tl.program_id(0)
     tiles = tl.load(num_tiles)
     NUM_N: tl.constexpr = (I + BN - 1) // BN
     if pid >= tiles * NUM_N:
         return
-    tile, column = find_tile(pid, tiles, NUM_N, GROUP_M)
+    tile, column = find_tile(pid, tiles, NUM_N, TILE.group_m)
     expert = tl.load(tile_expert + tile)
     rows = tl.load(tile_row + tile) + tl.arange(0, BM)
     mask = rows < tl.load(expert_offsets + expert + 1)
     slot = tl.load(row_to_slot + rows, mask=mask, other=0)
     d_rows = d_out + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X
 
+    weight, update = Weight(w, scales), Update(low_a, low_b, low_side)
     n0 = column * BN
     acc = tl.zeros([BM, BN], dtype=tl.float32)
     if R > 0:
         side = tl.zeros([BM, RP], dtype=tl.float32)
     for k in range(0, H, BK):
-        a = load_rows(d_rows, k, H, BK, UPCAST)
-        acc = weight_dot(a, acc, w, scales, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, I, H, BN, BK, TMA, K_MAJOR, PRECISION)  # fmt: skip # noqa: E501
+        a = load_rows(d_rows, k, H, TILE)
+        acc = weight_dot(a, acc, weight, expert, n0, k, LAYOUT, I, H, BN, TILE)
         if R > 0:
-            side = low_rank_in(a, low_a, side, expert, k, H, R, BK, UPCAST, PRECISION)
+            side = low_rank_in(a, update, side, expert, k, H, R, TILE)
     if R > 0:
         n = n0 + tl.arange(0, BN)
-        acc = low_rank_out(acc, side, low_b, low_side, expert, rows, mask, n, n < I, column == 0, I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
+        first = column == 0
+        acc = low_rank_out(acc, side, update, expert, rows, mask, n, n < I, first, I, R, TILE)
 
     scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
-    total = _epilogues(acc, rows, mask, scale, n0, pre, d_pre, act, I, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, ACT, LIMIT, ALPHA, OFFSET, FORM, PARTS)  # fmt: skip # noqa: E501
+    mine = Rows(rows, mask, scale, pre, d_pre, act)
+    total = _epilogues(acc, mine, n0, I, GATE, WEIGHT_ON_INPUT, NEED_ACT, NEED_PRE, PARTS)
     if NEED_SCALE:
         tl.store(d_scale + rows.to(tl.int64) * NUM_N + column, total, mask=mask)
 
@@ -178,10 +197,10 @@ def dgate(
     A [E, R, H], B [E, I, R].
     """
     slots, (experts, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
+    dtype, device = d_out.dtype, d_out.device
     name = "dgate" if scale is None else "dgate" + W8
-    rows = slots // experts
-    tile = choose(name, order.block_m, rows, inner, hidden, d_out.dtype, d_out.device)
-    columns = cdiv(inner, tile.bn)
+    tile = choose(name, order.block_m, slots // experts, inner, hidden, dtype, device)
+    columns = -(-inner // tile.bn)
     d_pre, act, d_scale = into or (
         torch.empty_like(pre) if need_pre else pre.new_empty(0),
         pre.new_empty((slots, inner) if need_act else (0,)),
@@ -191,20 +210,22 @@ def dgate(
         return d_pre, act, d_scale
     weight = down_proj.transpose(1, 2)  # [E, N = I, K = H]
     weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
-    scales, scale_strides = scale_operand(None if scale is None else scale.transpose(1, 2))
-    told = constants(activation)
-    parts = 1 if tile.bn < 64 else 8 if told["FORM"] == "interleaved" else 4
+    scales, scale_strides = None, NO_SCALES
+    if scale is not None:
+        scale = scale.transpose(1, 2)
+        scales, scale_strides = readable(scale), scale.stride()
+    parts = 1 if tile.bn < 64 else 8 if parse(activation).form == "interleaved" else 4
     start = _launches(
-        tile, d_out.dtype, dot_precision(d_out.dtype), weight.stride(),
-        low_rank.rank if low_rank else 0,
+        tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
+        weight.stride(), scale_strides, tma, k_major, low_rank.rank if low_rank else 0, activation,
         STRIDE_X=d_out.stride(0), H=hidden, I=inner, TOP_K=slots // d_out.shape[0],
         WEIGHT_ON_INPUT=weight_on_input,
-        NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale,
-        PARTS=parts, TMA=tma, K_MAJOR=k_major, **scale_strides, **told,
+        NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale, PARTS=parts,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * columns,),
-        d_out, weights, scales, slot_weight, pre, d_pre, act, d_scale, *low_rank_args(low_rank),
+        d_out, weights, scales, slot_weight, pre, d_pre, act, d_scale,
+        *((low_rank.a, low_rank.b, low_rank.side) if low_rank else NO_UPDATE),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return d_pre, act, d_scale

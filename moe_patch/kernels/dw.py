@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
-from .launch import cdiv, launches
+from .launch import launches
 from .tiles import INTERPRET, choose, dot, dot_precision, operand
 
 
@@ -98,9 +98,9 @@ def dw(
     q [S, N] is in expert order; p [S, M] too, or gathered: row r is p[row_to_slot[r] // gather].
     An expert without rows gets exact zeros, or nothing added.
     """
-    experts, m, n = out.shape
+    (experts, m, n), dtype = out.shape, p.dtype
     name, rows = "dw_gathered" if gather else "dw", q.shape[0] // experts
-    tile = choose(name, 128, rows, n, m, p.dtype, p.device)
+    tile = choose(name, 128, rows, n, m, dtype, p.device)
     box, tma = q, False
     if rows >= 512:  # else the masked tail is most of the loop
         box, tma = operand(q, (tile.bk, tile.bn))
@@ -114,11 +114,12 @@ def dw(
         STRIDE_P=p.stride(0), STRIDE_Q=q.stride(0),
         STRIDE_E=stride_e, STRIDE_M=stride_m, STRIDE_N=stride_n,
         M=m, N=n, GATHER=gather, TMA=tma, STORE=store, ADD=add,
-        UPCAST=INTERPRET and p.dtype == torch.bfloat16, PRECISION=dot_precision(p.dtype),
+        UPCAST=INTERPRET and dtype == torch.bfloat16,
+        PRECISION=dot_precision(dtype) if dtype == torch.float32 else "ieee",
         BM=tile.bm, BN=tile.bn, BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     start(
-        (experts * cdiv(m, tile.bm) * cdiv(n, tile.bn),),
+        (experts * -(-m // tile.bm) * -(-n // tile.bn),),
         p, q, box, out, out_box, order.row_to_slot, order.expert_offsets,
     )  # fmt: skip
     return out

@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import constants
 from ..order import ExpertOrder
 from . import tiles
+from .activate import gate_of, glu
 from .launch import Launch, cdiv, descriptor
 from .quantize import BLOCK, quantize_rows
-from .tiles import INTERPRET, block_m, glu, place
+from .tiles import INTERPRET, block_m, place
 
 
 @triton.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os", "groups"])
@@ -27,11 +27,11 @@ def fp8_gemm_kernel(
     x, w, x_scale, w_scale, out, out_scale, pre, ends, tile_expert, tile_row, num_tiles,
     stride_xs, stride_xg, stride_os, groups,
     N: tl.constexpr, K: tl.constexpr, M_MAX: tl.constexpr,
-    ACTIVATE: tl.constexpr, SAVE_PRE: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+    GATE: tl.constexpr, SAVE_PRE: tl.constexpr,
     INTERPRET: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """For any chip with FP8 products; on Hopper fp8_hopper_kernel does the same."""
+    ACTIVATE: tl.constexpr = GATE is not None
     WIDTH: tl.constexpr = N // 2 if ACTIVATE else N
     NUM_N: tl.constexpr = (WIDTH + 127) // 128
     NUM_K: tl.constexpr = (K + 127) // 128
@@ -42,7 +42,9 @@ def fp8_gemm_kernel(
         tiles = tl.load(num_tiles)
         if pid >= tiles * NUM_N:
             return
-    expert, first, end, column = place(pid, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M)  # fmt: skip # noqa: E501
+    expert, first, end, column = place(
+        pid, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M
+    )
     if first >= end:
         return
     rows = first + tl.arange(0, BM)
@@ -70,7 +72,7 @@ def fp8_gemm_kernel(
         tl.store(at, acc.to(pre.dtype.element_ty), mask=inside[:, None])
         tl.store(at + WIDTH, up.to(pre.dtype.element_ty), mask=inside[:, None])
     if ACTIVATE:
-        acc, _, _ = glu(acc, up, ACT, LIMIT, ALPHA, OFFSET)
+        acc, _, _ = glu(acc, up, GATE)
         acc, scale = quantize_rows(acc, False, INTERPRET)
         to = out_scale + column.to(tl.int64) * stride_os + rows[:, None]
         tl.store(to, scale, mask=inside[:, None])
@@ -103,16 +105,20 @@ def height(slots: int, num_experts: int, device: torch.device) -> int:
 
 
 @functools.lru_cache(1024)
-def _prepared(hopper: bool, stages: int, activation: str, **told) -> Launch:
-    told |= {k: v for k, v in constants(activation).items() if k != "FORM"}
-    if not hopper:
-        told["INTERPRET"] = INTERPRET
-        warps = 8 if told["BM"] == 128 else 4
-        return Launch(fp8_gemm_kernel, **told, num_warps=warps, num_stages=stages)
-    from .hopper.fp8 import fp8_hopper_kernel
+def _prepared(
+    hopper: bool, n: int, k: int, m_max: int, bm: int, stages: int, activation: str | None,
+    save_pre: bool,
+) -> Launch:  # fmt: skip
+    gate, group_m = gate_of(activation) if activation else None, 16 if k > 4096 else 8
+    if hopper:
+        from .hopper.fp8 import fp8_hopper_kernel, plan
 
-    del told["BM"]
-    return Launch(fp8_hopper_kernel, **told, STAGES=stages, num_warps=4)
+        sizes = plan(n, k, m_max, gate is not None, group_m, stages)
+        return Launch(fp8_hopper_kernel, PLAN=sizes, GATE=gate, SAVE_PRE=save_pre, num_warps=4)
+    return Launch(
+        fp8_gemm_kernel, N=n, K=k, M_MAX=m_max, GATE=gate, SAVE_PRE=save_pre, INTERPRET=INTERPRET,
+        BM=bm, GROUP_M=group_m, num_warps=8 if bm == 128 else 4, num_stages=stages,
+    )  # fmt: skip
 
 
 @functools.lru_cache(4096)
@@ -159,7 +165,8 @@ def fp8_gemm(
     hopper &= (x.data_ptr() | weight.data_ptr()) % 16 == 0
     if masked_m is None:
         bm, m_max, ends = order.block_m, 0, order.expert_offsets
-        count, listed = order.tile_expert.numel(), (order.tile_expert, order.tile_row, order.num_tiles)  # fmt: skip # noqa: E501
+        count = order.tile_expert.numel()
+        listed = order.tile_expert, order.tile_row, order.num_tiles
         hopper &= bm == 128
     else:
         m_max, ends, listed = slots // experts, masked_m, (None,) * 3
@@ -168,11 +175,7 @@ def fp8_gemm(
     stages = 4  # of 48 KB; and two weight tiles and one of rows
     if not hopper:
         stages = max(1, min(4, (tiles.chip(x.device)[1] - 4096) // ((bm + 2 * BLOCK) * BLOCK)))
-    start = _prepared(
-        hopper, stages, activation or "silu None 1.0 0.0 concatenated",
-        N=n, K=columns, M_MAX=m_max, ACTIVATE=activation is not None, SAVE_PRE=pre is not None,
-        BM=bm, GROUP_M=16 if columns > 4096 else 8,
-    )  # fmt: skip
+    start = _prepared(hopper, n, columns, m_max, bm, stages, activation, pre is not None)
     wide = n // 2 if activation else n
     count *= cdiv(wide, BLOCK if activation or not hopper else 2 * BLOCK)
     operands = (x, weight)

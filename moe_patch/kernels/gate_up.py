@@ -2,89 +2,95 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation import constants
+from ..activation import parse
 from ..order import ExpertOrder
-from .launch import cdiv
+from .activate import glu
 from .tiles import (
+    NO_SCALES,
+    NO_UPDATE,
     W8,
     LowRank,
+    Update,
     choose,
     dot_precision,
     find_tile,
-    glu,
     launches,
     load_rows,
-    low_rank_args,
     low_rank_in,
     low_rank_out,
     use_tma,
 )
-from .weights import readable, scale_operand, weight_dot, weight_operand
+from .weights import Weight, readable, weight_dot, weight_operand
 
 
 @triton.jit
 def gate_up_kernel(
     x, w, scales, bias, slot_weight, pre, act, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
-    STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
+    LAYOUT: tl.constexpr, STRIDE_X: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, SAVE_PRE: tl.constexpr, BIAS: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-    FORM: tl.constexpr,
-    TMA: tl.constexpr, K_MAJOR: tl.constexpr, ONE_DOT: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    GATE: tl.constexpr, ONE_DOT: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
+    BM: tl.constexpr = TILE.bm
+    BN: tl.constexpr = TILE.bn
+    BK: tl.constexpr = TILE.bk
     pid = tl.program_id(0)
     tiles = tl.load(num_tiles)
     NUM_N: tl.constexpr = (I + BN - 1) // BN
     if pid >= tiles * NUM_N:
         return
-    tile, column = find_tile(pid, tiles, NUM_N, GROUP_M)
+    tile, column = find_tile(pid, tiles, NUM_N, TILE.group_m)
     expert = tl.load(tile_expert + tile)
     rows = tl.load(tile_row + tile) + tl.arange(0, BM)
     mask = rows < tl.load(expert_offsets + expert + 1)
     slot = tl.load(row_to_slot + rows, mask=mask, other=0)
     x_rows = x + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X
 
+    weight, update = Weight(w, scales), Update(low_a, low_b, low_side)
     n0 = column * BN
-    WIDTH: tl.constexpr = BN if FORM == "ungated" else 2 * BN
-    INNER: tl.constexpr = I if FORM == "ungated" else 2 * I
+    WIDTH: tl.constexpr = BN if GATE.form == "ungated" else 2 * BN
+    INNER: tl.constexpr = I if GATE.form == "ungated" else 2 * I
     if R > 0:
         side = tl.zeros([BM, RP], dtype=tl.float32)
     if ONE_DOT:
         both = tl.zeros([BM, WIDTH], dtype=tl.float32)
         for k in range(0, H, BK):
-            a = load_rows(x_rows, k, H, BK, UPCAST)
-            if FORM == "concatenated":
-                both = weight_dot(a, both, w, scales, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, I, H, BN, BK, TMA, K_MAJOR, PRECISION, 2)  # fmt: skip # noqa: E501
+            a = load_rows(x_rows, k, H, TILE)
+            if GATE.form == "concatenated":
+                both = weight_dot(a, both, weight, expert, n0, k, LAYOUT, I, H, BN, TILE, HALVES=2)
             else:
-                both = weight_dot(a, both, w, scales, expert, column * WIDTH, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, INNER, H, WIDTH, BK, TMA, K_MAJOR, PRECISION)  # fmt: skip # noqa: E501
+                n1 = column * WIDTH
+                both = weight_dot(a, both, weight, expert, n1, k, LAYOUT, INNER, H, WIDTH, TILE)
             if R > 0:
-                side = low_rank_in(a, low_a, side, expert, k, H, R, BK, UPCAST, PRECISION)
+                side = low_rank_in(a, update, side, expert, k, H, R, TILE)
         n = tl.arange(0, WIDTH)
-        if FORM == "concatenated":
+        if GATE.form == "concatenated":
             inside = n0 + n % BN < I
             n = n0 + n % BN + n // BN * I
         else:
             n += column * WIDTH
             inside = n < INNER
         if R > 0:
-            both = low_rank_out(both, side, low_b, low_side, expert, rows, mask, n, inside, column == 0, INNER, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
+            first = column == 0
+            both = low_rank_out(
+                both, side, update, expert, rows, mask, n, inside, first, INNER, R, TILE
+            )
         if BIAS:
             value = tl.load(bias + expert.to(tl.int64) * INNER + n, mask=inside, other=0.0)
             both += value.to(tl.float32)[None, :]
-        if SAVE_PRE and FORM != "concatenated":
+        if SAVE_PRE and GATE.form != "concatenated":
             at = rows.to(tl.int64)[:, None] * INNER + n[None, :]
             tl.store(pre + at, both.to(pre.dtype.element_ty), mask=mask[:, None] & inside[None, :])
-        if FORM == "concatenated":
+        if GATE.form == "concatenated":
             gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
-        elif FORM == "interleaved":
+        elif GATE.form == "interleaved":
             gate, up = both.reshape(BM, BN, 2).split()
         else:
             gate, up = both, 1.0
@@ -92,15 +98,20 @@ def gate_up_kernel(
         gate = tl.zeros([BM, BN], dtype=tl.float32)
         up = tl.zeros([BM, BN], dtype=tl.float32)
         for k in range(0, H, BK):
-            a = load_rows(x_rows, k, H, BK, UPCAST)
-            gate = weight_dot(a, gate, w, scales, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, I, H, BN, BK, TMA, K_MAJOR, PRECISION)  # fmt: skip # noqa: E501
-            up = weight_dot(a, up, w, scales, expert, I + n0, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, 2 * I, H, BN, BK, TMA, K_MAJOR, PRECISION, 1, I)  # fmt: skip # noqa: E501
+            a = load_rows(x_rows, k, H, TILE)
+            gate = weight_dot(a, gate, weight, expert, n0, k, LAYOUT, I, H, BN, TILE)
+            up = weight_dot(a, up, weight, expert, I + n0, k, LAYOUT, 2 * I, H, BN, TILE, FIRST=I)
             if R > 0:
-                side = low_rank_in(a, low_a, side, expert, k, H, R, BK, UPCAST, PRECISION)
+                side = low_rank_in(a, update, side, expert, k, H, R, TILE)
         if R > 0:
             n = n0 + tl.arange(0, BN)
-            gate = low_rank_out(gate, side, low_b, low_side, expert, rows, mask, n, n < I, column == 0, 2 * I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
-            up = low_rank_out(up, side, low_b, low_side, expert, rows, mask, n + I, n < I, False, 2 * I, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
+            first = column == 0
+            gate = low_rank_out(
+                gate, side, update, expert, rows, mask, n, n < I, first, 2 * I, R, TILE
+            )
+            up = low_rank_out(
+                up, side, update, expert, rows, mask, n + I, n < I, False, 2 * I, R, TILE
+            )
         if BIAS:
             n = n0 + tl.arange(0, BN)
             at = bias + expert.to(tl.int64) * (2 * I) + n
@@ -110,15 +121,15 @@ def gate_up_kernel(
     n = n0 + tl.arange(0, BN)[None, :]
     mask = mask[:, None] & (n < I)
     at = rows.to(tl.int64)[:, None]
-    if SAVE_PRE and FORM == "concatenated":
+    if SAVE_PRE and GATE.form == "concatenated":
         tl.store(pre + at * (2 * I) + n, gate.to(pre.dtype.element_ty), mask=mask)
         tl.store(pre + at * (2 * I) + I + n, up.to(pre.dtype.element_ty), mask=mask)
     if WEIGHT_ON_INPUT:
         scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
         gate *= scale
-        if FORM != "ungated":
+        if GATE.form != "ungated":
             up *= scale
-    value, _, _ = glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
+    value, _, _ = glu(gate, up, GATE)
     tl.store(act + at * I + n, value.to(act.dtype.element_ty), mask=mask)
 
 
@@ -147,35 +158,36 @@ def gate_up(
     weight[e] + B[e] A[e].
     """
     slots, (experts, width, hidden) = order.row_to_slot.numel(), weight.shape
-    told = constants(activation)
-    form = told["FORM"]
+    form = parse(activation).form
     inner = width if form == "ungated" else width // 2
     act = x.new_empty(slots, inner)
     pre = x.new_empty((slots, width) if save_pre else (0,))
     if slots == 0:
         return act, pre
+    dtype, device = x.dtype, x.device
     name = "gemm" if form == "ungated" else "gate_up"
     name = name if scale is None else name + W8
-    tile = choose(name, order.block_m, slots // experts, inner, hidden, x.dtype, x.device)
+    tile = choose(name, order.block_m, slots // experts, inner, hidden, dtype, device)
     turned = form == "concatenated" and weight.stride(2) != 1
     by_pointer = turned and scale is not None  # boxes of FP8 halves that way fault on an H200
-    one_dot = not turned or by_pointer or not use_tma(x.device)
+    one_dot = not turned or by_pointer or not use_tma(device)
     halves = 2 if one_dot and form == "concatenated" else 1
     columns = 2 * tile.bn if form == "interleaved" else tile.bn
     if by_pointer:
         weights, tma, k_major = readable(weight), False, False
     else:
         weights, tma, k_major = weight_operand(weight, columns, tile.bk, halves)
-    scales, scale_strides = scale_operand(scale)
     start = _launches(
-        tile, x.dtype, dot_precision(x.dtype), weight.stride(), low_rank.rank if low_rank else 0,
+        tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
+        weight.stride(), NO_SCALES if scale is None else scale.stride(), tma, k_major,
+        low_rank.rank if low_rank else 0, activation,
         STRIDE_X=x.stride(0), H=hidden, I=inner, TOP_K=slots // x.shape[0],
-        WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre, BIAS=bias is not None,
-        TMA=tma, K_MAJOR=k_major, ONE_DOT=one_dot, **scale_strides, **told,
+        WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre, BIAS=bias is not None, ONE_DOT=one_dot,
     )  # fmt: skip
     start(
-        (order.tile_expert.numel() * cdiv(inner, tile.bn),),
-        x, weights, scales, bias, slot_weight, pre, act, *low_rank_args(low_rank),
+        (order.tile_expert.numel() * -(-inner // tile.bn),),
+        x, weights, scale if scale is None else readable(scale), bias, slot_weight, pre, act,
+        *((low_rank.a, low_rank.b, low_rank.side) if low_rank else NO_UPDATE),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return act, pre

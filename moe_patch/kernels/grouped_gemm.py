@@ -2,46 +2,48 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
-from .launch import cdiv
 from .tiles import (
+    NO_SCALES,
+    NO_UPDATE,
     W8,
     LowRank,
+    Update,
     choose,
     dot_precision,
     find_tile,
     launches,
     load_rows,
-    low_rank_args,
     low_rank_in,
     low_rank_out,
     operand,
 )
-from .weights import scale_operand, weight_dot, weight_operand
+from .weights import Weight, readable, weight_dot, weight_operand
 
 
 @triton.jit
 def grouped_gemm_kernel(
     x, w, scales, bias, out, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
-    STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
-    BIAS: tl.constexpr, X_TMA: tl.constexpr, TMA: tl.constexpr, K_MAJOR: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    LAYOUT: tl.constexpr, STRIDE_X: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, BIAS: tl.constexpr, X_TMA: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """GATHER 0: x in expert order; d > 0: row r is x[row_to_slot[r] // d]."""
+    BM: tl.constexpr = TILE.bm
+    BN: tl.constexpr = TILE.bn
+    BK: tl.constexpr = TILE.bk
     pid = tl.program_id(0)
     tiles = tl.load(num_tiles)
     NUM_N: tl.constexpr = (N + BN - 1) // BN
     if pid >= tiles * NUM_N:
         return
-    tile, column = find_tile(pid, tiles, NUM_N, GROUP_M)
+    tile, column = find_tile(pid, tiles, NUM_N, TILE.group_m)
     expert = tl.load(tile_expert + tile)
     first = tl.load(tile_row + tile)
     rows = first + tl.arange(0, BM)
@@ -52,6 +54,7 @@ def grouped_gemm_kernel(
         source = slot // GATHER if GATHER > 0 else tl.where(mask, rows, first)
         x_rows = x + source.to(tl.int64)[:, None] * STRIDE_X
 
+    weight, update = Weight(w, scales), Update(low_a, low_b, low_side)
     n0 = column * BN
     acc = tl.zeros([BM, BN], dtype=tl.float32)
     if R > 0:
@@ -59,17 +62,18 @@ def grouped_gemm_kernel(
     for k in range(0, K, BK):
         if X_TMA:  # rows past the expert's end belong to the next one: computed, never stored
             a = x.load([first, k])
-            if UPCAST:
+            if TILE.upcast:
                 a = a.to(tl.float32)
         else:
-            a = load_rows(x_rows, k, K, BK, UPCAST)
-        acc = weight_dot(a, acc, w, scales, expert, n0, k, STRIDE_E, STRIDE_N, STRIDE_K, SCALE_E, SCALE_N, SCALE_K, N, K, BN, BK, TMA, K_MAJOR, PRECISION)  # fmt: skip # noqa: E501
+            a = load_rows(x_rows, k, K, TILE)
+        acc = weight_dot(a, acc, weight, expert, n0, k, LAYOUT, N, K, BN, TILE)
         if R > 0:
-            side = low_rank_in(a, low_a, side, expert, k, K, R, BK, UPCAST, PRECISION)
+            side = low_rank_in(a, update, side, expert, k, K, R, TILE)
 
     n = n0 + tl.arange(0, BN)
     if R > 0:
-        acc = low_rank_out(acc, side, low_b, low_side, expert, rows, mask, n, n < N, column == 0, N, R, UPCAST, PRECISION)  # fmt: skip # noqa: E501
+        first = column == 0
+        acc = low_rank_out(acc, side, update, expert, rows, mask, n, n < N, first, N, R, TILE)
     if BIAS:
         value = tl.load(bias + expert.to(tl.int64) * N + n, mask=n < N, other=0.0)
         acc += value.to(tl.float32)[None, :]
@@ -103,21 +107,23 @@ def grouped_gemm(
     """
     if order.row_to_slot.numel() == 0:
         return out
-    experts, n, k = weight.shape
+    (experts, n, k), dtype = weight.shape, x.dtype
     rows = order.row_to_slot.numel() // experts
     name = "gemm" if scale is None else "gemm" + W8
-    tile = choose(name, order.block_m, rows, n, k, x.dtype, x.device)
-    scales, scale_strides = scale_operand(scale)
+    tile = choose(name, order.block_m, rows, n, k, dtype, x.device)
     weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
     box, x_tma = (x, False) if gather else operand(x, (tile.bm, tile.bk))
     start = _launches(
-        tile, x.dtype, dot_precision(x.dtype), weight.stride(), low_rank.rank if low_rank else 0,
-        STRIDE_X=x.stride(0), N=n, K=k, GATHER=gather, SCATTER=scatter,
-        BIAS=bias is not None, X_TMA=x_tma, TMA=tma, K_MAJOR=k_major, **scale_strides,
+        tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
+        weight.stride(), NO_SCALES if scale is None else scale.stride(), tma, k_major,
+        low_rank.rank if low_rank else 0, None,
+        STRIDE_X=x.stride(0), N=n, K=k, GATHER=gather, SCATTER=scatter, BIAS=bias is not None,
+        X_TMA=x_tma,
     )  # fmt: skip
     start(
-        (order.tile_expert.numel() * cdiv(n, tile.bn),),
-        box, weights, scales, bias, out, *low_rank_args(low_rank),
+        (order.tile_expert.numel() * -(-n // tile.bn),),
+        box, weights, scale if scale is None else readable(scale), bias, out,
+        *((low_rank.a, low_rank.b, low_rank.side) if low_rank else NO_UPDATE),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..precision import allows_tf32
 from . import table
+from .activate import gate_of
 from .launch import Launch, descriptor, power_of_two
 
 INTERPRET: bool = triton.knobs.runtime.interpret
@@ -221,9 +222,45 @@ def _box(
     return descriptor(pointer, dtype, shape, strides, block)
 
 
+class Layout(NamedTuple):
+    """How a kernel reads a logical [E, N, K] weight and its scales, as one constant."""
+
+    stride_e: int
+    stride_n: int
+    stride_k: int
+    scale_e: int
+    scale_n: int
+    scale_k: int
+    tma: bool
+    """The weight is a TMA descriptor, K-major or N-major; else a pointer."""
+    k_major: bool
+
+
+class Tiling(NamedTuple):
+    """A grouped kernel's tile and its arithmetic, as one constant."""
+
+    bm: int
+    bn: int
+    bk: int
+    group_m: int
+    upcast: bool
+    """bfloat16 is widened to float32 first: its own arithmetic is wrong in the interpreter."""
+    precision: str
+    """Of float32 products, from `dot_precision`."""
+
+
+NO_SCALES = (0, 0, 0)
+"""The scale strides of a weight without scales."""
+NO_UPDATE = (None, None, None)
+"""The low-rank arguments of a kernel without an update."""
+
+
 def launches(kernel: Any) -> Callable[..., Launch]:
-    """(tile, dtype, precision, weight_strides, rank, **constants) -> the Launch of a grouped
-    kernel, kept. `precision` is from `dot_precision`; rank 0: no low-rank update."""
+    """Return the function that prepares a grouped kernel's Launch and keeps it.
+
+    It takes what a launcher has at hand, so that a launch that is kept costs one look-up. rank 0:
+    no low-rank update. activation None: the kernel activates nothing.
+    """
 
     @functools.lru_cache(1024)
     def prepare(
@@ -231,14 +268,21 @@ def launches(kernel: Any) -> Callable[..., Launch]:
         dtype: torch.dtype,
         precision: str,
         weight_strides: tuple[int, int, int],
-        rank: int = 0,
+        scale_strides: tuple[int, int, int],
+        tma: bool,
+        k_major: bool,
+        rank: int,
+        activation: str | None,
         **constants: Any,
     ) -> Launch:
-        strides = zip(("STRIDE_E", "STRIDE_N", "STRIDE_K"), weight_strides)
+        if activation is not None:
+            constants["GATE"] = gate_of(activation)
+        upcast = INTERPRET and dtype == torch.bfloat16
         return Launch(
-            kernel, **dict(strides), **constants, R=rank, RP=max(16, power_of_two(max(rank, 1))),
-            UPCAST=INTERPRET and dtype == torch.bfloat16,  # its own arithmetic is wrong there
-            PRECISION=precision, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
+            kernel, **constants,
+            LAYOUT=Layout(*weight_strides, *scale_strides, tma, k_major),
+            R=rank, RP=max(16, power_of_two(max(rank, 1))),
+            TILE=Tiling(tile.bm, tile.bn, tile.bk, tile.group_m, upcast, precision),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -260,11 +304,6 @@ class LowRank:
     def rank(self) -> int:
         """R."""
         return self.a.shape[1]
-
-
-def low_rank_args(low_rank: LowRank | None) -> tuple[Tensor | None, ...]:
-    """As kernels take them."""
-    return (low_rank.a, low_rank.b, low_rank.side) if low_rank else (None, None, None)
 
 
 def use_tma(device: torch.device) -> bool:
@@ -314,12 +353,11 @@ def place(
     return expert, first, end, column
 
 
-@triton.jit
-def load_rows(rows, k0, K: tl.constexpr, BK: tl.constexpr, UPCAST: tl.constexpr):
+def load_rows(rows, k0, K: tl.constexpr, TILE: tl.constexpr):
     """[BM, BK] from [BM, 1] row pointers whose columns are contiguous; zero past K."""
-    k = k0 + tl.arange(0, BK)[None, :]
-    tile = tl.load(rows + k) if K % BK == 0 else tl.load(rows + k, mask=k < K, other=0.0)
-    return tile.to(tl.float32) if UPCAST else tile
+    k = k0 + tl.arange(0, TILE.bk)[None, :]
+    tile = tl.load(rows + k) if K % TILE.bk == 0 else tl.load(rows + k, mask=k < K, other=0.0)
+    return tile.to(tl.float32) if TILE.upcast else tile
 
 
 @triton.jit
@@ -331,74 +369,39 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
+class Update(NamedTuple):
+    """A LowRank inside a kernel; `side` receives x A^T."""
+
+    a: Any
+    b: Any
+    side: Any
+
+
 @triton.jit
-def low_rank_in(
-    x, low_a, side, expert, k0, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def low_rank_in(x, update, side, expert, k0, K: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr):
     """side [BM, RP] + x [BM, BK] A^T of the expert's A [R, K], from column k0 on."""
     r = tl.arange(0, side.shape[1])[None, :]
-    k = k0 + tl.arange(0, BK)[:, None]
-    at = low_a + expert.to(tl.int64) * (R * K) + r * K + k
+    k = k0 + tl.arange(0, TILE.bk)[:, None]
+    at = update.a + expert.to(tl.int64) * (R * K) + r * K + k
     a = tl.load(at, mask=(r < R) & (k < K), other=0.0)
-    return dot(x, a.to(tl.float32) if UPCAST else a, side, PRECISION)
+    PRECISION: tl.constexpr = TILE.precision
+    return dot(x, a.to(tl.float32) if TILE.upcast else a, side, PRECISION)
 
 
 @triton.jit
 def low_rank_out(
-    acc, side, low_b, low_side, expert, rows, mask, n, n_mask, save,
-    N: tl.constexpr, R: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    acc, side, update, expert, rows, mask, n, n_mask, save,
+    N: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """acc [BM, BN] + side B^T at columns n of the expert's B [N, R]; keeps side when `save`."""
-    side = side.to(low_b.dtype.element_ty)
+    side = side.to(update.b.dtype.element_ty)
     r = tl.arange(0, side.shape[1])
     if save:
-        at = low_side + rows.to(tl.int64)[:, None] * R + r[None, :]
+        at = update.side + rows.to(tl.int64)[:, None] * R + r[None, :]
         tl.store(at, side, mask=mask[:, None] & (r[None, :] < R))
-    at = low_b + (expert.to(tl.int64) * N + n)[None, :] * R + r[:, None]
+    at = update.b + (expert.to(tl.int64) * N + n)[None, :] * R + r[:, None]
     b = tl.load(at, mask=n_mask[None, :] & (r[:, None] < R), other=0.0)
-    if UPCAST:
+    PRECISION: tl.constexpr = TILE.precision
+    if TILE.upcast:
         return dot(side.to(tl.float32), b.to(tl.float32), acc, PRECISION)
     return dot(side, b, acc, PRECISION)
-
-
-@triton.jit
-def glu(
-    gate, up,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """In float32: (act(gate) * (up + OFFSET), its derivatives by gate and by up); see Activation.
-
-    NaN stays NaN, as torch.clamp leaves it.
-    """
-    if LIMIT > 0:
-        gate_over, up_over = gate > LIMIT, tl.abs(up) > LIMIT
-        gate = tl.where(gate_over, LIMIT, gate)
-        up = tl.where(up_over, tl.where(up > 0, LIMIT, -LIMIT), up)
-    if OFFSET != 0:
-        up += OFFSET
-    if ACT == "silu":
-        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
-        value = gate * sigmoid
-        slope = sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid))
-    elif ACT == "gelu":
-        share = 0.5 * (1.0 + tl.erf(0.7071067811865476 * gate))
-        value = gate * share
-        slope = share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
-    elif ACT == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z)
-        cube = 0.044715 * gate * gate
-        share = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * gate * (1.0 + cube)))
-        value = gate * share
-        slope = share + value * (1.0 - share) * 1.5957691216057308 * (1.0 + 3.0 * cube)
-    elif ACT == "relu":
-        value = tl.where(gate < 0, 0.0, gate)
-        slope = tl.where(gate > 0, 1.0, 0.0)
-    else:
-        tl.static_assert(ACT == "relu2")
-        slope = 2.0 * tl.where(gate < 0, 0.0, gate)
-        value = 0.5 * slope * gate
-    by_gate, by_up = slope * up, value
-    if LIMIT > 0:
-        by_gate = tl.where(gate_over, 0.0, by_gate)
-        by_up = tl.where(up_over, 0.0, by_up)
-    return value * up, by_gate, by_up

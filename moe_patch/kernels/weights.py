@@ -8,7 +8,7 @@ multiplies its product in float32, so that no scaled weight is rounded or stored
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,18 +39,12 @@ def weight_operand(
 
     halves = 2: blocks of 2 * bn columns, bn of each half of N; K-major weights only.
     """
-    weight = readable(weight)
+    if weight.element_size() == 1:
+        weight = readable(weight)
     if weight.stride(2) == 1:
         return *operand(weight, (1, bn, bk) if halves == 1 else (1, 2, bn, bk), halves), True
     box, tma = operand(weight.transpose(1, 2), (1, bk, bn))
     return (box, True, False) if tma else (weight, False, False)
-
-
-def scale_operand(scale: Tensor | None) -> tuple[Tensor | None, dict[str, Any]]:
-    """(the kernel argument, the constants that go with it); None for weights without scales."""
-    strides = (0, 0, 0) if scale is None else scale.stride()
-    constants = dict(zip(("SCALE_E", "SCALE_N", "SCALE_K"), strides))
-    return None if scale is None else readable(scale), constants
 
 
 @triton.jit
@@ -74,30 +68,37 @@ def widen_scale(scale):
     return scale
 
 
+class Weight(NamedTuple):
+    """A logical [E, N, K] weight inside a kernel."""
+
+    data: Any
+    """A pointer or a TMA descriptor."""
+    scales: Any
+    """A pointer, or None."""
+
+
 @triton.jit
 def load_weight(
-    w, expert, n0, k0,
-    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr, N_END: tl.constexpr,
-    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TMA: tl.constexpr, K_MAJOR: tl.constexpr, HALVES: tl.constexpr,
+    weight, expert, n0, k0, LAYOUT: tl.constexpr,
+    N_END: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """[BK, BN] of the logical [E, N, K] weight; zero past N_END and K (TMA: past the tensor).
+    """[BK, BN] of the weight; zero past N_END and K (TMA: past the tensor).
 
     HALVES 2: [BK, 2 * BN], columns n0 ... of the first N_END, then the same of the second N_END.
     """
-    if TMA:
+    if LAYOUT.tma:
         if HALVES == 2:
-            return w.load([expert, 0, n0, k0]).reshape(2 * BN, BK).T
-        elif K_MAJOR:
-            return w.load([expert, n0, k0]).reshape(BN, BK).T
+            return weight.data.load([expert, 0, n0, k0]).reshape(2 * BN, BK).T
+        elif LAYOUT.k_major:
+            return weight.data.load([expert, n0, k0]).reshape(BN, BK).T
         else:
-            return w.load([expert, k0, n0]).reshape(BK, BN)
+            return weight.data.load([expert, k0, n0]).reshape(BK, BN)
     else:
         column = tl.arange(0, HALVES * BN)
         n = n0 + column % BN
         k = k0 + tl.arange(0, BK)
-        at = w + expert.to(tl.int64) * STRIDE_E + k[:, None] * STRIDE_K
-        at += (n + column // BN * N_END)[None, :] * STRIDE_N
+        at = weight.data + expert.to(tl.int64) * LAYOUT.stride_e + k[:, None] * LAYOUT.stride_k
+        at += (n + column // BN * N_END)[None, :] * LAYOUT.stride_n
         if K % BK == 0:
             return tl.load(at, mask=n[None, :] < N_END, other=0.0)
         else:
@@ -106,13 +107,13 @@ def load_weight(
 
 @triton.jit
 def load_scale(
-    scales, expert, n0, k0,
-    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, N_END: tl.constexpr,
-    BN: tl.constexpr, HALVES: tl.constexpr, FIRST: tl.constexpr,
+    weight, expert, n0, k0, LAYOUT: tl.constexpr,
+    N_END: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Of the columns that `load_weight` loads: one number where one block has them all, else
     [1, HALVES * BN]. n0 - FIRST is a multiple of BN."""
-    at = scales + expert.to(tl.int64) * SCALE_E + k0 // _BLOCK * SCALE_K
+    SCALE_N: tl.constexpr = LAYOUT.scale_n
+    at = weight.scales + expert.to(tl.int64) * LAYOUT.scale_e + k0 // _BLOCK * LAYOUT.scale_k
     if BN > _BLOCK or FIRST % BN != 0 or (HALVES == 2 and N_END % BN != 0):  # a seam in the tile
         column = tl.arange(0, HALVES * BN)
         n = n0 + column % BN
@@ -128,20 +129,17 @@ def load_scale(
 
 @triton.jit
 def weight_dot(
-    x, acc, w, scales, expert, n0, k0,
-    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    SCALE_E: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, N_END: tl.constexpr,
-    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TMA: tl.constexpr, K_MAJOR: tl.constexpr, PRECISION: tl.constexpr,
+    x, acc, weight, expert, n0, k0, LAYOUT: tl.constexpr,
+    N_END: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
     HALVES: tl.constexpr = 1, FIRST: tl.constexpr = 0,
 ):  # fmt: skip
     """acc + x [BM, BK] times the columns from n0 on of the expert's weight, at its k0; columns as
     in `load_weight`, FIRST as in `load_scale`. With scales BK divides a block."""
-    b = load_weight(w, expert, n0, k0, STRIDE_E, STRIDE_N, STRIDE_K, N_END, K, BN, BK, TMA, K_MAJOR, HALVES)  # fmt: skip # noqa: E501
-    b = widen(b, x.dtype)
-    if scales is None:
+    b = widen(load_weight(weight, expert, n0, k0, LAYOUT, N_END, K, BN, TILE.bk, HALVES), x.dtype)
+    PRECISION: tl.constexpr = TILE.precision
+    if weight.scales is None:
         return dot(x, b, acc, PRECISION)
     else:
-        tl.static_assert(_BLOCK % BK == 0)
-        scale = load_scale(scales, expert, n0, k0, SCALE_E, SCALE_N, SCALE_K, N_END, BN, HALVES, FIRST)  # fmt: skip # noqa: E501
+        tl.static_assert(_BLOCK % TILE.bk == 0)
+        scale = load_scale(weight, expert, n0, k0, LAYOUT, N_END, BN, HALVES, FIRST)
         return tl.fma(tl.dot(x, b, input_precision=PRECISION), scale, acc)

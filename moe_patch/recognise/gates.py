@@ -187,7 +187,7 @@ def _ask(experts: nn.Module, question: Question) -> str | None:
     alphas = {1.702} | numbers  # quick_gelu
     limits, offsets = ((), (0.0,)) if ungated else (limits, (0.0, 1.0))
     for act, limit, offset in itertools.product(ACTS, (None, *limits), offsets):
-        for alpha in (1.0, *alphas) if act == "silu" else (1.0,):
+        for alpha in (1.0, *alphas) if ACTS[act].has_alpha else (1.0,):
             activation = Activation(act, limit, alpha, offset, form)
             expected = reference.glu(probe, activation)
             if torch.allclose(answer.to(expected), expected, rtol=1e-5, atol=1e-6):  # some cast

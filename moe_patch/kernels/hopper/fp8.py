@@ -8,6 +8,8 @@ activated and quantised in the epilogue.)
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,52 +19,107 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tiles import glu, place
-
-_glu, _place = gluon.jit(glu.fn), gluon.jit(place.fn)
+from ..activate import glu
+from ..tiles import place
 
 BLOCK = gl.constexpr(128)
 
 
+class Plan(NamedTuple):
+    """Sizes of a product, as one constant."""
+
+    n: int
+    k: int
+    width: int
+    """Columns of the result from one tile to the next."""
+    shift: int
+    """Columns of the weight from a tile's left part to its right."""
+    num_n: int
+    """Column tiles."""
+    m_max: int
+    """Rows an expert has, masked; 0: rows in expert order."""
+    group_m: int
+    stages: int
+
+
+class Rings(NamedTuple):
+    """Shared memory that tiles pass through, and its barriers: PLAN.stages deep."""
+
+    x: Any
+    w: Any
+    ready: Any
+    empty: Any
+
+
+class Schedule(NamedTuple):
+    """Which rows there are, as `place` reads them; tiles in all, and of the rows alone."""
+
+    ends: Any
+    tile_expert: Any
+    tile_row: Any
+    total: Any
+    row_tiles: Any
+
+
+def plan(n: int, k: int, m_max: int, activate: bool, group_m: int, stages: int) -> Plan:
+    """Return the Plan of a product [S, k] x [E, n, k], whose columns `activate` takes in pairs."""
+    columns, width = (n // 2, BLOCK.value) if activate else (n, 2 * BLOCK.value)
+    shift = columns if activate else BLOCK.value
+    return Plan(n, k, width, shift, -(-columns // width), m_max, group_m, stages)
+
+
 @gluon.jit
-def _produce(
-    x, w, x_ring, w_ring, ready, empty, ends, tile_expert, tile_row, total, tiles,
-    N: gl.constexpr, K: gl.constexpr, NUM_N: gl.constexpr, WIDTH: gl.constexpr,
-    SHIFT: gl.constexpr, M_MAX: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _place(at, schedule, PLAN: gl.constexpr):
+    return place(
+        at, schedule.row_tiles, schedule.tile_expert, schedule.tile_row, schedule.ends,
+        PLAN.num_n, PLAN.m_max, BLOCK, PLAN.group_m,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _produce(x, w, rings, schedule, PLAN: gl.constexpr):
     step = 0
-    for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, first, end, column = _place(at, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BLOCK, GROUP_M)  # fmt: skip # noqa: E501
+    for at in range(gl.program_id(0), schedule.total, gl.num_programs(0)):
+        expert, first, end, column = _place(at, schedule, PLAN)
         if first < end:
-            row = expert * N + column * WIDTH
-            for k in range(0, K, BLOCK):
-                stage = step % STAGES
-                mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
-                filled = ready.index(stage)
+            row = expert * PLAN.n + column * PLAN.width
+            for k in range(0, PLAN.k, BLOCK):
+                stage = step % PLAN.stages
+                mbarrier.wait(rings.empty.index(stage), (step // PLAN.stages) & 1 ^ 1)
+                filled = rings.ready.index(stage)
                 mbarrier.expect(filled, 3 * BLOCK * BLOCK)
-                tma.async_copy_global_to_shared(w, [row, k], filled, w_ring.index(2 * stage))
-                tma.async_copy_global_to_shared(w, [row + SHIFT, k], filled, w_ring.index(2 * stage + 1))  # fmt: skip # noqa: E501
-                tma.async_copy_global_to_shared(x, [first, k], filled, x_ring.index(2 * stage))
-                tma.async_copy_global_to_shared(x, [first + 64, k], filled, x_ring.index(2 * stage + 1))  # fmt: skip # noqa: E501
+                left, right = 2 * stage, 2 * stage + 1
+                tma.async_copy_global_to_shared(w, [row, k], filled, rings.w.index(left))
+                at_right = row + PLAN.shift
+                tma.async_copy_global_to_shared(w, [at_right, k], filled, rings.w.index(right))
+                tma.async_copy_global_to_shared(x, [first, k], filled, rings.x.index(left))
+                tma.async_copy_global_to_shared(x, [first + 64, k], filled, rings.x.index(right))
                 step += 1
 
 
 @gluon.jit
+def _product(a, ring, at, none):
+    """a [64, 128] times what lies in the ring [128, 128]^T, begun and waited for."""
+    part = warpgroup_mma(a, ring.index(at).permute((1, 0)), none, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=[part])
+
+
+@gluon.jit
 def _consume(
-    x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, pre, ends, tile_expert,
-    tile_row, total, tiles, stride_xs, stride_xg, stride_os,
-    PART: gl.constexpr, N: gl.constexpr, K: gl.constexpr, NUM_N: gl.constexpr,
-    WIDTH: gl.constexpr, SHIFT: gl.constexpr, M_MAX: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, ACTIVATE: gl.constexpr, SAVE_PRE: gl.constexpr,
-    ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, OFFSET: gl.constexpr,
+    rings, x_scale, w_scale, out, out_scale, pre, schedule, stride_xs, stride_xg, stride_os,
+    PART: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
+    N: gl.constexpr = PLAN.n
+    K: gl.constexpr = PLAN.k
+    WIDTH: gl.constexpr = PLAN.width
+    SHIFT: gl.constexpr = PLAN.shift
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     by_row: gl.constexpr = gl.SliceLayout(1, product)
     NUM_K: gl.constexpr = (K + BLOCK - 1) // BLOCK
     NUM_S: gl.constexpr = (N + BLOCK - 1) // BLOCK  # scale blocks of a weight's columns
     step = 0
-    for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, first, end, column = _place(at, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BLOCK, GROUP_M)  # fmt: skip # noqa: E501
+    for at in range(gl.program_id(0), schedule.total, gl.num_programs(0)):
+        expert, first, end, column = _place(at, schedule, PLAN)
         if first < end:
             rows = first + PART * 64 + gl.arange(0, 64, by_row)
             inside = rows < end
@@ -83,15 +140,13 @@ def _consume(
                 next_x = gl.load(row_scales + ahead * stride_xg, mask=inside, other=0.0)
                 next_left = gl.load(left_scales + ahead)
                 next_right = gl.load(right_scales + ahead)
-                stage = step % STAGES
-                mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-                a = x_ring.index(2 * stage + PART)
-                part = warpgroup_mma(a, w_ring.index(2 * stage).permute((1, 0)), none, use_acc=False, is_async=True)  # fmt: skip # noqa: E501
-                part = warpgroup_mma_wait(0, deps=[part])
+                stage = step % PLAN.stages
+                mbarrier.wait(rings.ready.index(stage), (step // PLAN.stages) & 1)
+                a = rings.x.index(2 * stage + PART)
+                part = _product(a, rings.w, 2 * stage, none)
                 left = gl.fma(part, gl.expand_dims(by_x * by_left, 1), left)
-                part = warpgroup_mma(a, w_ring.index(2 * stage + 1).permute((1, 0)), none, use_acc=False, is_async=True)  # fmt: skip # noqa: E501
-                part = warpgroup_mma_wait(0, deps=[part])
-                mbarrier.arrive(empty.index(stage), count=1)
+                part = _product(a, rings.w, 2 * stage + 1, none)
+                mbarrier.arrive(rings.empty.index(stage), count=1)
                 right = gl.fma(part, gl.expand_dims(by_x * by_right, 1), right)
                 by_x, by_left, by_right = next_x, next_left, next_right
                 step += 1
@@ -99,8 +154,8 @@ def _consume(
             if SAVE_PRE:
                 _stored(left, pre, first_row, end, column * WIDTH, N)
                 _stored(right, pre, first_row, end, column * WIDTH + SHIFT, N)
-            if ACTIVATE:
-                _activated(left, right, out, out_scale, rows, end, column, stride_os, N // 2, ACT, LIMIT, ALPHA, OFFSET)  # fmt: skip # noqa: E501
+            if GATE is not None:
+                _activated(left, right, out, out_scale, rows, end, column, stride_os, N // 2, GATE)
             else:
                 _stored(left, out, first_row, end, column * WIDTH, N)
                 _stored(right, out, first_row, end, column * WIDTH + SHIFT, N)
@@ -119,12 +174,11 @@ def _stored(tile, out, first, end, n0, N: gl.constexpr):
 @gluon.jit
 def _activated(
     gate, up, out, out_scale, rows, end, column, stride_os,
-    I: gl.constexpr, ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr,
-    OFFSET: gl.constexpr,
+    I: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """Activates, quantises each row's 128 columns, and stores both."""
     n = column * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, gate.type.layout))
-    value, _, _ = _glu(gate, up, ACT, LIMIT, ALPHA, OFFSET)
+    value, _, _ = glu(gate, up, GATE)
     if I % BLOCK != 0:
         value = gl.where(gl.expand_dims(n < I, 0), value, 0.0)
     largest = gl.max(gl.abs(value), axis=1)
@@ -144,21 +198,17 @@ def _activated(
 def fp8_hopper_kernel(
     x, w, x_scale, w_scale, out, out_scale, pre, ends, tile_expert, tile_row, num_tiles,
     stride_xs, stride_xg, stride_os, groups,
-    N: gl.constexpr, K: gl.constexpr, M_MAX: gl.constexpr,
-    ACTIVATE: gl.constexpr, SAVE_PRE: gl.constexpr,
-    ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, OFFSET: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
-    """x [S, K] and w [E * N, K] as descriptors of boxes [64, 128] and [128, 128]."""
-    WIDTH: gl.constexpr = BLOCK if ACTIVATE else 2 * BLOCK
-    SHIFT: gl.constexpr = N // 2 if ACTIVATE else BLOCK
-    NUM_N: gl.constexpr = (N // 2 if ACTIVATE else N) // WIDTH + ((N // 2 if ACTIVATE else N) % WIDTH > 0)  # fmt: skip # noqa: E501
-    if M_MAX > 0:
-        tiles = 0
-        total = groups * ((M_MAX + BLOCK - 1) // BLOCK) * NUM_N
+    """x [S, K] and w [E * N, K] as descriptors of boxes [64, 128] and [128, 128]; GATE None: the
+    product is stored as it is."""
+    STAGES: gl.constexpr = PLAN.stages
+    if PLAN.m_max > 0:
+        row_tiles = 0
+        total = groups * ((PLAN.m_max + BLOCK - 1) // BLOCK) * PLAN.num_n
     else:
-        tiles = gl.load(num_tiles)
-        total = tiles * NUM_N
+        row_tiles = gl.load(num_tiles)
+        total = row_tiles * PLAN.num_n
     x_ring = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 64, BLOCK], x.layout)
     w_ring = gl.allocate_shared_memory(w.dtype, [2 * STAGES, BLOCK, BLOCK], w.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -166,24 +216,19 @@ def fp8_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
+    rings = Rings(x_ring, w_ring, ready, empty)
+    schedule = Schedule(ends, tile_expert, tile_row, total, row_tiles)
     gl.warp_specialize(
         [
             (_consume, (
-                x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, pre, ends,
-                tile_expert, tile_row, total, tiles, stride_xs, stride_xg, stride_os,
-                0, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, SAVE_PRE,
-                ACT, LIMIT, ALPHA, OFFSET,
+                rings, x_scale, w_scale, out, out_scale, pre, schedule,
+                stride_xs, stride_xg, stride_os, 0, PLAN, GATE, SAVE_PRE,
             )),
             (_consume, (
-                x_ring, w_ring, ready, empty, x_scale, w_scale, out, out_scale, pre, ends,
-                tile_expert, tile_row, total, tiles, stride_xs, stride_xg, stride_os,
-                1, N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES, ACTIVATE, SAVE_PRE,
-                ACT, LIMIT, ALPHA, OFFSET,
+                rings, x_scale, w_scale, out, out_scale, pre, schedule,
+                stride_xs, stride_xg, stride_os, 1, PLAN, GATE, SAVE_PRE,
             )),
-            (_produce, (
-                x, w, x_ring, w_ring, ready, empty, ends, tile_expert, tile_row, total, tiles,
-                N, K, NUM_N, WIDTH, SHIFT, M_MAX, GROUP_M, STAGES,
-            )),
+            (_produce, (x, w, rings, schedule, PLAN)),
         ],
         [4, 4],
         [232, 40],

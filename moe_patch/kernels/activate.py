@@ -1,0 +1,60 @@
+"""Activations in kernels: one constant that carries them, and the helper that applies them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..activation import ACTS, parse
+
+_compiled = functools.cache(triton.jit)
+
+
+class Gate(NamedTuple):
+    """An Activation as one constant of a kernel, in Triton and Gluon."""
+
+    act: Any
+    """The `kernel` of an entry of ACTS, as a jit function."""
+    limit: float
+    """0: none."""
+    alpha: float
+    offset: float
+    form: str
+    source: str
+    """A digest of act's source: Triton files compiled kernels by the text of their constants, and a
+    function's shows its name alone."""
+
+
+@functools.lru_cache(64)
+def gate_of(activation: str) -> Gate:
+    """Return the constant for `str` of an Activation, or for an act's name."""
+    found = parse(activation)
+    formula = ACTS[found.act].kernel
+    source = hashlib.sha256(inspect.getsource(formula).encode()).hexdigest()[:16]
+    limit = found.limit or 0.0
+    return Gate(_compiled(formula), limit, found.alpha, found.offset, found.form, source)
+
+
+@triton.jit
+def glu(gate, up, GATE: tl.constexpr):
+    """In float32: (act(gate) * (up + offset), its derivatives by gate and by up); see Activation.
+
+    NaN stays NaN, as torch.clamp leaves it.
+    """
+    if GATE.limit > 0:
+        gate_over, up_over = gate > GATE.limit, tl.abs(up) > GATE.limit
+        gate = tl.where(gate_over, GATE.limit, gate)
+        up = tl.where(up_over, tl.where(up > 0, GATE.limit, -GATE.limit), up)
+    if GATE.offset != 0:
+        up += GATE.offset
+    value, slope = GATE.act(gate, GATE.alpha)
+    by_gate, by_up = slope * up, value
+    if GATE.limit > 0:
+        by_gate = tl.where(gate_over, 0.0, by_gate)
+        by_up = tl.where(up_over, 0.0, by_up)
+    return value * up, by_gate, by_up
