@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain import one_thread_fixture, use_fixture  # noqa: F401
 from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, both_families, tiny_model
 from transformers.utils import logging

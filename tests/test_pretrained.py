@@ -10,7 +10,6 @@ import torch
 from tiny import (
     assert_close,
     both_families,
-    fused_calls_fixture,  # noqa: F401
     tiny_config,
     tiny_model,
     tokens,
