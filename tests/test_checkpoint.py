@@ -229,6 +229,7 @@ def test_folders_without_a_checkpoint(folder, tmp_path):
 
 def test_what_transformers_says_is_left_as_it_was(folder):
     logging.set_verbosity_info()
+    logging.enable_progress_bar()  # an example may have switched it off in this process
     try:
         checkpoint.load(str(folder()), "cpu")
         refusal(edited(folder(), lambda t: t.pop("lm_head.weight")))

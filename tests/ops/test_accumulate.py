@@ -352,7 +352,6 @@ def test_under_checkpointing(device, made, use_reentrant):
         assert torch.equal(parameters[name].grad, 2 * again[name].grad)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="new in torch 2.10")
 @pytest.mark.parametrize("stored_transposed", (False, True))
 def test_float32_gradients_of_half_weights(device, made, stored_transposed):
     """They are never rounded to the weights' dtype."""
