@@ -18,7 +18,18 @@ os.environ["MOE_PATCH_CACHE"] = "no such folder"  # nothing that was tuned on th
 os.environ.pop("MOE_PATCH", None)  # a forgotten MOE_PATCH=0 would compare HF with HF
 
 GPUS = 0 if os.environ.get("TRITON_INTERPRET") == "1" else torch.cuda.device_count()
-torch.set_num_threads(1)  # tensors are tiny: threads that wait for each other cost 100 times more
+
+# what imports Triton comes after the line that it reads
+import plain
+from transformers.integrations import finegrained_fp8 as hf_fp8
+
+from moe_patch import kernels, paths, reference
+from moe_patch.models import decorated, llama4, qwen3_moe
+from moe_patch.parity import emulate
+from moe_patch.recognise import parts, routers
+
+# tensors are tiny: on a busy machine, threads that wait for each other cost 100 times more
+torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,11 +59,16 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """What a test sets does not last."""
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Our functions that decorated experts came to; empty where Hugging Face's own ran."""
-    from moe_patch.models import decorated
-
     names = []
 
     def recording(name):
@@ -62,6 +78,72 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("fused_experts", "by_parts"):
         monkeypatch.setattr(decorated, name, recording(name))
     return names
+
+
+@pytest.fixture
+def fused_calls(monkeypatch) -> list[str]:
+    """Grows by the name of its caller on every call of fused_experts."""
+    calls = []
+    for module in (decorated, llama4):
+
+        def counted(*args, name=module.__name__, function=module.fused_experts, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, "fused_experts", counted)
+    return calls
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Puts a function in the place of fused_experts, or one in the place of select_experts."""
+    monkeypatch.setattr(kernels, "why_not", lambda _: None)  # on a GPU machine: on its CPU too
+    monkeypatch.setattr(kernels.fp8_gemm, "runs", lambda _: True)
+
+    def put(experts=plain.honest, routing=plain.choose):
+        def announced(*args, **more):
+            if not torch.compiler.is_compiling():
+                paths.ran("sorted")
+            return experts(*args, **more)
+
+        def sigmoid_scores(logits, top_k):
+            logits = logits.detach()
+            index, weights = routing(logits, top_k, score="sigmoid", dtype=torch.float32)
+            chosen = weights.to(logits.dtype)
+            return torch.zeros_like(logits).scatter(1, index, chosen), index, weights
+
+        monkeypatch.setattr(llama4, "sigmoid_scores", sigmoid_scores)
+        for module in (decorated, llama4):
+            monkeypatch.setattr(module, "fused_experts", announced)
+        for module in (qwen3_moe, llama4, routers):
+            monkeypatch.setattr(module, "select_experts", routing)
+
+    if os.environ.get("TRITON_INTERPRET") != "1":  # kernels do not run on a GPU machine's CPU
+        monkeypatch.setattr(
+            parts,
+            "expert_order",
+            lambda index, experts, _: reference.sort_tokens(index, experts, 16),
+        )
+        monkeypatch.setattr(parts, "grouped_gemm", reference.grouped_gemm)
+        monkeypatch.setattr(parts, "add_bias", reference.add_bias)
+    put()
+    return put
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Plain PyTorch in the place of HF's FP8 linear and grouped product, which are on the hub."""
+
+    def linear(x, weight, scale, block_size=None, bias=None, activation_scale=None, *_, **__):
+        rows = emulate.fp8_linear(x.reshape(-1, x.shape[-1]), weight, scale)
+        return (rows if bias is None else rows + bias).view(*x.shape[:-1], -1)
+
+    monkeypatch.setattr(hf_fp8, "fp8_linear", linear)
+    forward = hf_fp8.FP8Experts.forward  # each replaced layer wraps it once more
+    init = hf_fp8.FP8Experts.__init__
+    monkeypatch.setitem(hf_fp8.FP8ExpertsInterface._global_mapping, "grouped_mm", forward)
+    yield
+    hf_fp8.FP8Experts.forward, hf_fp8.FP8Experts.__init__ = forward, init
 
 
 @pytest.fixture

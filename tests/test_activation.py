@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ops import DTYPES, assert_close, gradients, in_double, moe, sample
+from ops import BOUND, DTYPES, assert_close, gradients, in_double, moe, sample
 
 from moe_patch import reference
 from moe_patch.activation import ACTS, Act, Activation, parse
@@ -27,7 +27,7 @@ KINDS = {act: Activation(act) for act in ACTS} | {
     "nemotron_h": Activation("relu2", form="ungated"),
 }
 EXACT = ("silu", "gelu", "gelu_tanh", "relu", "interleaved", "ungated")
-"""A clamp's edge falls elsewhere after rounding, a square doubles the error: float32 alone."""
+"""Within BOUND in every dtype; for the others see `farthest`."""
 YES = (False, True)
 CASES = list(itertools.product(KINDS, DTYPES, (1, 40), ("output", "input"), YES, YES))
 
@@ -51,14 +51,23 @@ def test_output_and_every_gradient(device, kind, dtype, tokens, weight_on, trans
     true = (truth, *gradients(truth, d_out.double(), *exact.values()))
     with torch.no_grad():
         inference = fused_experts(**arguments, **options)
-    if dtype == torch.float32 or kind != "nemotron_h":
-        assert_close(inference, truth, dtype)
-    if kind in EXACT:
-        for mine, other in zip(ours, true):
+    for mine, other in zip((inference, *ours), (truth, *true), strict=True):
+        if kind in EXACT:
             assert_close(mine, other, dtype)
-    elif dtype == torch.float32:
-        for mine, other in zip(ours, true):
-            assert (mine.double() - other).norm() <= 1e-5 * other.norm()
+        else:
+            assert (mine.double() - other).norm() <= farthest(kind, dtype) * other.norm()
+    if kind != "nemotron_h":
+        assert_close(inference, truth, dtype)
+
+
+def farthest(kind, dtype):
+    """The error in norm of a square, which doubles it, or where a clamp's edge may fall elsewhere.
+
+    There a gradient is there or is zero: one such value in one token is 4 % in float16.
+    """
+    if dtype == torch.float32:
+        return 1e-5
+    return (2 if KINDS[kind].limit is None else 120) * BOUND[dtype]
 
 
 @triton.jit

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain import one_thread_fixture, use_fixture  # noqa: F401
 from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, both_families, tiny_model
 from transformers.utils import logging
@@ -230,6 +229,7 @@ def test_folders_without_a_checkpoint(folder, tmp_path):
 
 def test_what_transformers_says_is_left_as_it_was(folder):
     logging.set_verbosity_info()
+    logging.enable_progress_bar()  # an example may have switched it off in this process
     try:
         checkpoint.load(str(folder()), "cpu")
         refusal(edited(folder(), lambda t: t.pop("lm_head.weight")))

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = "--layers 1 --hidden 128 --intermediate 64 --experts 8 --top-k 2"
 
 
@@ -34,7 +34,8 @@ def launch(
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world)}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     common |= {"SHARED": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(HERE / "sharded.py"), str(folder / "results"), *checks]
+    script = ROOT / "tests" / "tools" / "sharded.py"
+    command = [sys.executable, str(script), str(folder / "results"), *checks]
     logs = [(folder / f"log.{rank}").open("w") for rank in range(world)]
     ranks = [
         subprocess.Popen(
@@ -96,10 +97,10 @@ def test_a_killed_rank_ends_the_job(tmp_path):
 
 
 def kill_one_rank(folder: Path, seconds: float = 60) -> None:
-    example = HERE.parent / "examples" / "train_distributed.py"
+    example = ROOT / "examples" / "train_distributed.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(example), "--engine", "ep", "--steps", "100000"]
-    path = os.pathsep.join([str(HERE.parent), *sys.path])
+    path = os.pathsep.join([str(ROOT), *sys.path])
     with (folder / "log").open("w") as log:
         job = subprocess.Popen(
             [*command, *SMALL.split(), "--out", str(folder), "--save-every", "5"],

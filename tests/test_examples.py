@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain import honest, one_thread_fixture, use_fixture  # noqa: F401
+from plain import honest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

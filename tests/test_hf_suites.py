@@ -190,7 +190,7 @@ def test_twins_take_what_the_kernels_take(monkeypatch, tmp_path):
 def test_runs_a_test_of_the_sdist(monkeypatch, tmp_path):
     archive = hf_suites.CACHE / f"transformers-{transformers.__version__}.tar.gz"
     if not archive.exists():
-        pytest.skip("the sdist is not in out/hf_suites: python tests/hf_suites.py fetches it")
+        pytest.skip("the sdist is not in out/hf_suites: python tests/tools/hf_suites.py fetches it")
     sites = hf_suites.site(transformers.__version__)
     monkeypatch.setattr(hf_suites, "fetch", lambda version: archive)
     monkeypatch.setattr(hf_suites, "site", lambda version: sites)

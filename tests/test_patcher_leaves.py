@@ -10,7 +10,6 @@ import torch
 from tiny import (
     assert_close,
     both_families,
-    fused_calls_fixture,  # noqa: F401
     layers,
     tiny_block,
     tiny_model,

@@ -10,7 +10,6 @@ import torch
 from tiny import (
     assert_close,
     both_families,
-    fused_calls_fixture,  # noqa: F401
     tiny_config,
     tiny_model,
     tokens,
@@ -221,7 +220,8 @@ def test_hook_lists_what_it_could_not_fuse(monkeypatch):
 def test_hook_is_quiet_about_models_without_experts():
     with warnings.catch_warnings(), moe_patch.enabled():
         warnings.simplefilter("error")
-        AutoModel.from_config(tiny_config("qwen3_moe", mlp_only_layers=[0, 1]))
+        model = AutoModel.from_config(tiny_config("qwen3_moe", mlp_only_layers=[0, 1]))
+    assert not any(type(module) in SWAPS.values() for module in model.modules())
 
 
 # experts_implementation="moe_patch"

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from test_models_decorated import decorated_classes
+from families import UNFUSED, decorated_classes
 from torch import nn
 
 from moe_patch import environment
@@ -15,7 +15,6 @@ from moe_patch.environment import families
 UNSWITCHED = {  # with experts that transformers itself cannot switch
     "dbrx", "doge", "jetmoe", "longcat_flash", "nllb_moe", "switch_transformers",
 }  # fmt: skip
-UNFUSED: dict[str, str] = {}  # switched, but not of a form that kernels compute
 
 
 def test_every_family_is_there_once_and_says_what_becomes_of_it():

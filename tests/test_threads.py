@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from plain import use_fixture  # noqa: F401
 from tiny import assert_close, both_families, tiny_block, tiny_model
 from torch import nn
 from transformers import MixtralConfig

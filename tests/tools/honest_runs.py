@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 
 for _library in ("OMP", "OPENBLAS", "MKL"):  # read when torch is imported; tensors are tiny
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
@@ -31,7 +30,6 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mutant import block
 from pipeline import Pipeline

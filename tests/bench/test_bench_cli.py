@@ -1,0 +1,180 @@
+"""python -m moe_patch bench: what it refuses, prints, writes and draws; nothing is timed here."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+import torch
+from timings import H200, timing
+
+import moe_patch.__main__ as command_line
+from moe_patch.__main__ import main
+from moe_patch.bench import block as bench
+from moe_patch.bench import cli as bench_cli
+from moe_patch.bench.block import OURS, Result
+from moe_patch.bench.cli import to_json, write_csv
+from moe_patch.bench.tables import figure
+from moe_patch.parity import ParityReport, Row, Section
+
+
+def run(capsys, *arguments):
+    """(exit code, stdout, stderr)"""
+    return main(["bench", *map(str, arguments)]), *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--shape", "gpt5"], "unknown shape 'gpt5'"),
+        (["--graph", "--mode", "forward", "backward"], "--graph times the forward only"),
+        (["--model-config", "no/such.json"], "no model config at 'no/such.json'"),
+        (["--layers", "2"], "--model-config"),
+        (["--model-config", "x.json", "--shape", "tiny_qwen3"], "takes no --shape"),
+        (["--model-config", "x.json", "--no-eager"], "takes no --no-eager"),
+        (["--distributed"], "torchrun --nproc-per-node 2"),
+        (["--distributed", "--graph"], "--distributed times a model over ranks and takes no"),
+        (["--distributed", "--shape", "llama4_scout"], "llama4_scout is not"),
+        (["--distributed", "--tokens", "1", "2"], "one number of --tokens"),
+        (["--png", "no/such/folder/t.png"], "no folder for 'no/such/folder/t.png'"),
+    ],
+)
+def test_usage_errors_are_one_sentence(capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr(command_line, "_device", lambda: "cuda")
+    monkeypatch.setattr(bench_cli, "run", lambda _: pytest.fail("it ran"))
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and not out and len(err.splitlines()) == 1 and words in err
+
+
+def test_png_without_matplotlib(capsys, monkeypatch):
+    monkeypatch.setattr(bench_cli.importlib.util, "find_spec", lambda _: None)
+    code, _, err = run(capsys, "--png", "t.png")
+    assert code == 2 and "moe_patch[bench]" in err
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """What the command asks bench.bench for; answers come from `rows.answer`."""
+    asked = []
+
+    def answer(name, tokens, mode, dtype, eager, compiled, graph):
+        asked.append((name, tokens, mode, dtype, eager, compiled, graph))
+        report = ParityReport([Section("", "bfloat16", 8, [Row("output", True)])], "a card")
+        memory = {"kept_mb": 29.5, "peak_mb": 1300.0} if mode == "backward" else {}
+        made = [
+            timing(n, tokens, mode, name, ms, **memory) for n, ms in ((OURS, 2.0), ("HF eager", 9))
+        ]
+        return Result(made, report, [f"{name} {tokens}: HF dense left out, tired"])
+
+    monkeypatch.setattr(command_line, "_device", lambda: "cuda")
+    monkeypatch.setattr(bench_cli.bench, "bench", answer)
+    monkeypatch.setattr(bench_cli.bench, "ceilings", lambda dtype: H200)
+    monkeypatch.setattr(bench_cli.parity, "environment", lambda device: f"a card, {device}")
+    return asked
+
+
+def test_command_prints_tables_ceilings_and_notes(capsys, rows):
+    code, out, _ = run(capsys, "--shape", "qwen3_30b", "--tokens", 64, 1024)
+    assert code == 0
+    assert [row[:3] for row in rows] == [
+        ("qwen3_30b", tokens, mode) for mode in bench.MODES for tokens in (64, 1024)
+    ]
+    assert out.startswith("moe_patch bench on a card, cuda\n")
+    assert out.count("802 TFLOP/s (bfloat16 matmul), 4.29 TB/s (copy)") == 1
+    assert out.count("limit 1.000 ms") == 4 and out.count("4.50 x as fast") == 4
+    assert out.count("x limit") == 4 and out.count("kept MB") == out.count("peak MB") == 2
+    assert out.count("29.5") == 4 and out.count(" 9.00 ") == 4
+    assert out.count("note: qwen3_30b 64: HF dense left out, tired\n") == 2
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_command_passes_its_options_on(capsys, rows):
+    run(capsys, "--shape", "qwen3_30b", "--tokens", 1, "--graph", "--dtype", "fp16")
+    assert rows == [("qwen3_30b", 1, "forward", torch.float16, True, True, True)]
+    rows.clear()
+    run(capsys, "--tokens", 1, "--mode", "backward", "--no-eager", "--no-compile")
+    assert [row[1:] for row in rows] == [
+        (1, "backward", torch.bfloat16, False, False, False)
+    ] * 2  # two shapes
+    rows.clear()
+    run(capsys, "--shape", "tiny_qwen3", "--mode", "forward")
+    assert [row[1] for row in rows] == [1, 64, 1024, 4096]
+
+
+def test_command_writes_its_files(capsys, rows, tmp_path):
+    arguments = ("--shape", "qwen3_30b", "--tokens", 1, 64)
+    files = [tmp_path / name for name in ("t.csv", "t.json", "t.png")]
+    code, *_ = run(
+        capsys, *arguments, "--csv", files[0], "--json", files[1], "--png", files[2]
+    )  # fmt: skip
+    assert code == 0
+    with files[0].open() as file:
+        found = list(csv.DictReader(file))
+    assert len(found) == 8 and found[0]["kept_mb"] == "" and found[-1]["kept_mb"] == "29.5"
+    loaded = json.loads(files[1].read_text())
+    assert loaded["environment"] == "a card, cuda" and len(loaded["notes"]) == 4
+    assert loaded["ceilings"] == [{"dtype": "bfloat16", "matmul_tflops": 802, "copy_tb_s": 4.29}]
+    assert loaded["timings"][0]["limit_ms"] == 1.0
+    assert files[2].read_bytes().startswith(b"\x89PNG\r\n")
+    code, out, _ = run(capsys, *arguments, "--json")
+    assert code == 0 and len(json.loads(out)["timings"]) == 8
+
+
+def test_command_goes_on_after_a_skipped_row(capsys, rows, monkeypatch, tmp_path):
+    answer = bench_cli.bench.bench
+
+    def short(name, tokens, **options):
+        if tokens > 64:
+            return Result([], None, [f"{name}, {tokens} tokens: skipped, too little memory"])
+        return answer(name, tokens, **options)
+
+    monkeypatch.setattr(bench_cli.bench, "bench", short)
+    arguments = ("--shape", "qwen3_30b", "--mode", "forward", "--tokens")
+    code, out, _ = run(capsys, *arguments, 99, 64)
+    assert code == 0 and "note: qwen3_30b, 99 tokens: skipped" in out and "64 tokens; limit" in out
+    code, out, _ = run(
+        capsys, *arguments, 99, "--csv", tmp_path / "t.csv", "--png", tmp_path / "t.png"
+    )
+    assert code == 0 and "99 tokens: skipped" in out and "limit" not in out
+
+
+def test_command_shows_no_times_when_parity_fails(capsys, rows, monkeypatch):
+    report = ParityReport([Section("", "bfloat16", 8, [Row("output", False)])], "a card")
+    monkeypatch.setattr(bench_cli.bench, "bench", lambda *_, **__: Result([], report, []))
+    code, out, err = run(capsys)
+    assert code == 1 and "parity FAILED" in out and "no times are shown" in err
+    assert "TFLOP/s" not in out
+
+
+def test_writers_take_any_dataclass(tmp_path):
+    write_csv([H200], tmp_path / "t.csv")
+    assert (tmp_path / "t.csv").read_text().split() == [
+        "dtype,matmul_tflops,copy_tb_s",
+        "bfloat16,802.0,4.29",
+    ]
+    loaded = json.loads(to_json([H200], environment="a card"))
+    assert loaded["environment"] == "a card" and loaded["timings"][0]["copy_tb_s"] == 4.29
+
+
+def test_figure_has_two_panels_a_mode_and_a_line_each():
+    made = [
+        timing(name, tokens, mode, ms=tokens / 64)
+        for mode in ("forward", "backward")
+        for tokens in (1024, 64)
+        for name in (OURS, "HF grouped_mm")
+    ]
+    made.append(timing("HF batched_mm", 64))  # one point is enough
+    drawing = figure(made)
+    assert len(drawing.axes) == 4
+    left, right = drawing.axes[:2]
+    lines = {line.get_label(): line for line in left.lines}
+    assert list(lines) == [OURS, "HF grouped_mm", "HF batched_mm", "limit"]
+    assert list(lines[OURS].get_xdata()) == [64, 1024]
+    assert list(lines[OURS].get_ydata()) == [1, 16]
+    assert list(lines["limit"].get_ydata()) == [1, 1] and lines["limit"].get_linestyle() == "--"
+    # 600 TFLOP/s at 1 ms: the limit of 1 ms is 600 TFLOP/s, whatever the time was
+    limit = next(line for line in right.lines if line.get_label() == "limit")
+    assert list(limit.get_ydata()) == pytest.approx([600, 600])
+    assert left.get_xscale() == left.get_yscale() == "log" and right.get_yscale() == "linear"
+    assert "backward" in drawing.axes[2].get_title() and left.get_legend() is not None

@@ -1,0 +1,134 @@
+"""Direct launches answer as Triton's own do, whatever they are given."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
+from ops import assert_close, in_double, moe
+from triton.runtime.jit import JITFunction
+
+from moe_patch import reference
+from moe_patch.kernels import launch as launcher
+from moe_patch.kernels import tiles
+from moe_patch.kernels.launch import cdiv, power_of_two
+from moe_patch.kernels.tiles import operand
+from moe_patch.ops.experts import fused_experts
+
+
+@given(st.integers(1, 2**40), st.integers(1, 2**20))
+def test_cdiv_and_power_of_two(a, b):
+    assert (cdiv(a, b) - 1) * b < a <= cdiv(a, b) * b
+    assert power_of_two(a) // 2 < a <= power_of_two(a)
+    assert power_of_two(a).bit_count() == 1
+
+
+def test_descriptors_are_kept_and_keep_nothing(monkeypatch):
+    monkeypatch.setattr(tiles, "use_tma", lambda device: True)
+    tensor = torch.zeros(4, 64, dtype=torch.float16)
+    one, tma = operand(tensor, (2, 32))
+    assert tma and one is operand(tensor, (2, 32))[0] is not operand(tensor, (4, 32))[0]
+    assert one.base.data_ptr() == tensor.data_ptr() and one.shape == [4, 64]
+    assert not any(isinstance(value, torch.Tensor) for value in vars(one.base).values())
+    for other in (tensor.T, tensor[:, 1:], tensor[:0], torch.zeros(4, 12, dtype=torch.float16)):
+        assert operand(other, (2, 32)) == (other, False)
+    tiles._box.cache_clear()  # the CPU has no TMA
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="Triton starts the kernels")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_the_driver_is_told_what_triton_tells_it():
+    script = Path(__file__).resolve().parents[1] / "tools" / "direct.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("told to the driver as by Triton") >= 13  # kernels, with each count
+
+
+@pytest.fixture
+def by_triton(monkeypatch):
+    """Names of the kernels that Triton's own launcher started."""
+    names, original = [], JITFunction.run
+
+    def run(kernel, *args, **options):
+        names.append(kernel.fn.__name__)
+        return original(kernel, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    assert launcher.DIRECT
+    return names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_the_same_bits_as_by_triton(device, by_triton, monkeypatch, tokens):
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        arguments = moe(device, dtype, tokens, 128, 64, 8, 2, grad=False)
+        ours = [fused_experts(**arguments) for _ in range(2)]
+        by_triton.clear()
+        ours.append(fused_experts(**arguments))
+        assert not by_triton  # known by now
+        monkeypatch.setattr(launcher, "DIRECT", False)
+        expected = fused_experts(**arguments)
+        monkeypatch.setattr(launcher, "DIRECT", True)
+        assert by_triton
+        assert all(torch.equal(each, expected) for each in ours)
+
+
+@pytest.mark.gpu
+def test_unaligned_tensors_go_through_triton(device, by_triton):
+    """A binary that loads 16 bytes at once must not meet a pointer between them."""
+    arguments = moe(device, torch.bfloat16, 50, 128, 64, 8, 2, grad=False)
+    fused_experts(**arguments)
+    memory = torch.randn(50 * 128 + 1, device=device, dtype=torch.bfloat16)
+    arguments["hidden_states"] = memory[1:].view(50, 128)
+    assert arguments["hidden_states"].data_ptr() % 16
+    for _ in range(2):
+        by_triton.clear()
+        ours = fused_experts(**arguments)
+        assert by_triton == ["gate_up_kernel"]
+    truth = reference.fused_experts(**in_double(arguments))
+    assert_close(ours, truth, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_used(device):
+    """On a side stream, behind a long wait: a launch on another stream would read zeros."""
+    arguments = moe(device, torch.bfloat16, 50, 128, 64, 8, 2, grad=False)
+    expected = fused_experts(**arguments)
+    late = torch.zeros_like(arguments["hidden_states"])
+    given = arguments | {"hidden_states": late}
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(arguments["hidden_states"])
+        ours = fused_experts(**given)
+    side.synchronize()
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.gpu
+def test_profilers_see_every_launch(device):
+    import triton
+
+    arguments = moe(device, torch.bfloat16, 50, 128, 64, 8, 2, grad=False)
+    fused_experts(**arguments)
+    names = []
+
+    def hook(metadata):
+        names.append(metadata.get()["name"])
+
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        fused_experts(**arguments)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert "gate_up_kernel" in names and "combine_kernel" in names

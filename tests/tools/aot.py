@@ -1,0 +1,245 @@
+"""Compiles every kernel ahead of time for one chip: `python tests/tools/aot.py sm_90`, without GPU.
+
+The launchers run on meta tensors with the launch itself intercepted, so what is compiled is what
+they would launch at the real shapes: tiles, descriptors, alignment and all. Prints a line a kernel
+with its registers, spills and shared memory (NVIDIA).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+import time
+
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_patch import kernels
+from moe_patch.activation import parse
+from moe_patch.kernels import launch as launcher
+from moe_patch.kernels import tiles
+from moe_patch.ops import experts, routing
+from moe_patch.ops import fp8 as products
+from moe_patch.ops.operands import Inputs, Projection
+
+launcher.DIRECT = False  # on a machine with a GPU, too
+
+# name: (target, what tiles.chip() answers there: capability, shared memory, TMA)
+CHIPS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), (80, 166_912, False)),
+    "sm_89": (GPUTarget("cuda", 89, 32), (89, 101_376, False)),
+    "sm_90": (GPUTarget("cuda", 90, 32), (90, 232_448, True)),
+    "sm_100": (GPUTarget("cuda", 100, 32), (100, 232_448, True)),
+    "sm_120": (GPUTarget("cuda", 120, 32), (120, 101_376, True)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), (0, 65_536, False)),
+}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
+}
+
+
+def specialise(value):
+    """(signature entry, constant or None, divisible by 16)."""
+    if value is None:
+        return "constexpr", None, False
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype], None, True
+    if isinstance(value, GluonDescriptor):
+        shape = ",".join(map(str, value.block_shape))
+        dtype = TYPES[value.base.dtype]
+        return f"tensordesc<{dtype}[{shape}],{value.layout!r}>", None, False
+    if isinstance(value, TensorDescriptor):
+        shape = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{TYPES[value.base.dtype]}[{shape}]>", None, False
+    if value == 1:
+        return "constexpr", 1, False
+    return ("i32" if abs(value) < 2**31 else "i64"), None, value % 16 == 0
+
+
+def record(launches):
+    """Stands in for JITFunction.run."""
+
+    def run(kernel, *args, grid, warmup, num_warps=4, num_stages=3, **constants):
+        names = [parameter.name for parameter in kernel.params]
+        signature, values, attrs = {}, dict(constants), {}
+        for i, (name, value) in enumerate(zip(names, args)):
+            signature[name], constant, divisible = specialise(value)
+            if isinstance(value, int) and kernel.params[i].do_not_specialize:
+                signature[name], constant, divisible = "i32", None, False
+            if constant is not None or value is None:
+                values[name] = constant
+            if divisible:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+        signature |= {name: "constexpr" for name in constants}
+        signature = {name: signature[name] for name in names}
+        launches.append((kernel, signature, values, attrs, num_warps, num_stages))
+
+    return run
+
+
+def moe_launches(
+    tokens, hidden, inner, num_experts, top_k, dtype, llama4=False, rank=0, act="silu",
+    biased=False, fp8=False
+):  # fmt: skip
+    """Every launch of one forward and backward, routing included."""
+    launches = []
+    original, JITFunction.run = JITFunction.run, record(launches)
+    try:
+        with torch.device("meta"):
+            logits = torch.empty(tokens, num_experts, dtype=dtype)
+            groups = 1 if num_experts % 8 else 8  # DeepSeek-V3's router, then DeepSeek-V2's
+            for x, bias, *options in (
+                (logits.float(), logits[0].float(), True, True, 2.5, 1e-20, groups, 1, 2),
+                (logits.float(), None, False, False, 16.0, 0.0, groups, 1, 1),
+                (logits, None, llama4, not llama4, 1.0, 0.0, 1, 1, 2),
+            ):
+                options.append(float("-inf"))
+                index, weights = routing._select_experts(x, bias, top_k, x.dtype, *options)
+                routing._select_experts_backward(x, index, weights, *options[:4])
+            x = torch.empty(tokens, hidden, dtype=dtype)
+            width = parse(act).rows(inner)
+            if llama4 or biased:
+                w1 = torch.empty(num_experts, hidden, width, dtype=dtype).transpose(1, 2)
+                w2 = torch.empty(num_experts, inner, hidden, dtype=dtype).transpose(1, 2)
+            else:
+                w1 = torch.empty(num_experts, width, hidden, dtype=dtype)
+                w2 = torch.empty(num_experts, hidden, inner, dtype=dtype)
+            up, down, weights_frozen = Projection(w1), Projection(w2), bool(rank or fp8)
+            if rank:
+
+                def factor(*size):
+                    return torch.empty(num_experts, *size, dtype=dtype)
+
+                up = Projection(w1, None, factor(rank, hidden), factor(2 * inner, rank))
+                down = Projection(w2, None, factor(rank, inner), factor(hidden, rank))
+            if fp8:
+                w1, w2 = (w.to(torch.float8_e4m3fn) for w in (w1, w2))
+                scales = [
+                    torch.empty(w.shape[0], *(-(-n // 128) for n in w.shape[1:])) for w in (w1, w2)
+                ]
+                up, down = (Projection(w, scale=s) for w, s in zip((w1, w2), scales))
+                if kernels.fp8_gemm.runs(x.device):  # rows that are FP8 already
+                    q, x_scale = x.to(torch.float8_e4m3fn), torch.empty(tokens, -(-hidden // 128))
+                    products.experts(q, w1, w2, index, weights, *scales, x_scale, act)
+            if biased:
+                up, down = (
+                    each._replace(bias=torch.empty(num_experts, size, dtype=dtype))
+                    for each, size in ((up, width), (down, hidden))
+                )
+            inputs = Inputs(x, weights, up, down).flat()
+            arguments = (*inputs, index, llama4, act)
+            frozen = (w1, w2, up.scale, down.scale) if weights_frozen else ()
+            need = [each is not None and all(each is not f for f in frozen) for each in inputs]
+            experts._experts_inference(*arguments)
+            _, *made = experts._experts_forward(*arguments)
+            experts._experts_backward(*arguments, *made, x, need)
+    finally:
+        JITFunction.run = original
+    return launches
+
+
+def build(target, launch):
+    """(compiled kernel, what ptxas printed)."""
+    kernel, signature, values, attrs, num_warps, num_stages = launch
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        compiled = triton.compile(
+            (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values, attrs),
+            target=target,
+            options={"num_warps": num_warps, "num_stages": num_stages},
+        )
+    return compiled, log.getvalue()
+
+
+SHAPES = {  # tokens, hidden, inner, experts, top_k
+    "qwen3_30b": (16384, 2048, 768, 128, 8),
+    "dsv3_ep32": (4096, 7168, 2048, 32, 8),
+    "llama4_scout": (4096, 5120, 8192, 16, 1),
+    "odd": (100, 97, 41, 7, 3),
+    "short": (64, 2048, 768, 128, 8),
+    "decode": (1, 2048, 768, 128, 8),
+    "one_token": (1, 5120, 8192, 16, 1),
+    "lora": (8192, 2048, 768, 128, 8),
+    "gpt_oss": (4096, 2880, 2880, 32, 4),
+    "gpt_oss_decode": (1, 2880, 2880, 32, 4),
+    "nemotron_h": (4096, 2688, 1856, 128, 6),
+    "nemotron_h_decode": (1, 2688, 1856, 128, 6),
+    "fp8_dsv3": (4096, 7168, 2048, 32, 8),
+    "fp8_qwen3": (1024, 2048, 768, 128, 8),
+    "fp8_short": (64, 2048, 768, 128, 8),
+    "fp8_seam": (4096, 2880, 1000, 32, 4),
+    "fp8_odd": (100, 97, 41, 7, 3),
+    "fp8_decode": (1, 2048, 768, 128, 8),
+}
+ACTS = {
+    "gpt_oss": "silu 7.0 1.702 1.0 interleaved",
+    "nemotron_h": "relu2 None 1.0 0.0 ungated",
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("chip", choices=CHIPS)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3_30b", "llama4_scout"])
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
+    options = parser.parse_args()
+    target, tiles_chip = CHIPS[options.chip]
+    tiles.chip = lambda device: tiles_chip
+    done = set()
+    for shape in options.shape:
+        for dtype in options.dtype:
+            arguments = (
+                *SHAPES[shape],
+                getattr(torch, dtype),
+                shape in ("llama4_scout", "one_token"),
+                16 if shape == "lora" else 0,
+                ACTS.get(shape.removesuffix("_decode"), "silu"),
+                shape.startswith("gpt_oss"),
+                shape.startswith("fp8"),
+            )
+            for launch in moe_launches(*arguments):
+                key = repr((launch[0].__name__, *launch[1:]))
+                if key in done:
+                    continue
+                done.add(key)
+                start = time.time()
+                compiled, log = build(target, launch)
+                registers = re.findall(r"Used (\d+) registers", log)
+                spills = re.findall(r"(\d+) bytes spill stores", log)
+                values, warps, stages = launch[2], launch[4], launch[5]
+                tile = values["TILE"]._asdict() if "TILE" in values else values
+                tile = {name.upper(): size for name, size in tile.items()}
+                tile = "x".join(str(tile[name]) for name in ("BM", "BN", "BK") if name in tile)
+                print(
+                    f"{options.chip} {shape} {dtype} {launch[0].__name__} {tile} w{warps} "
+                    f"s{stages}: registers {','.join(registers) or '-'}, spills "
+                    f"{','.join(spills) or '-'}, shared {compiled.metadata.shared}, "
+                    f"{time.time() - start:.1f} s"
+                    + (" SERIALISED" if "C7510" in log or "C7515" in log else "")
+                )
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Direct launches hand the driver the same bytes as Triton's own, without a GPU: `python
+tests/tools/direct.py`. With `time`, what a block costs the host instead.
+
+The kernels are compiled for sm_90; stub_cuda.c stands in for the driver. Tensors are the CPU's, and
+nothing is computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import timeit
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+folder = Path(tempfile.mkdtemp())
+os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+
+import torch
+import triton
+from triton.backends.nvidia import driver as nvidia
+
+subprocess.run(
+    [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+        "-I",
+        str(Path(nvidia.__file__).parent / "include"),
+    ]
+    + [str(Path(__file__).with_name("stub_cuda.c")), "-o", str(folder / "libcuda.so.1")],
+    check=True,
+)
+(folder / "libcuda.so").symlink_to("libcuda.so.1")
+stub = ctypes.CDLL(str(folder / "libcuda.so.1"), ctypes.RTLD_GLOBAL)
+log = ctypes.create_string_buffer(1 << 16)
+
+torch._C._cuda_getDevice = torch.cuda.current_device = lambda: 0
+torch._C._cuda_getCurrentRawStream = lambda device: 1234
+torch.cuda.get_device_capability = lambda *device: (9, 0)
+available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+triton.runtime.driver.set_active(nvidia.CudaDriver())
+torch.cuda.is_available = available
+
+from ops import in_fp8, moe
+from triton.runtime.jit import JITFunction
+
+from moe_patch import kernels, patch
+from moe_patch.kernels import launch, tiles
+from moe_patch.ops import experts, routing
+from moe_patch.ops.operands import Inputs, Projection
+from moe_patch.shapes import build, find
+
+kernels.why_not = functools.cache(lambda device_type: None)
+tiles.chip = lambda device: (90, 232_448, True)
+tiles.card = lambda device: ("NVIDIA H200", "sm_90")
+
+
+def parameter_sizes(signature, boxes):
+    """Bytes of each parameter of a kernel, the two for scratch memory at the end."""
+    boxes = iter(boxes or ())
+    for kind in signature.values():
+        if kind.startswith("tensordesc"):
+            next(boxes)
+            rank = kind.split("]")[0].count(",") + 1  # Gluon's have a layout behind the shape
+            yield from (128, *[4] * rank, *[8] * rank)
+        elif kind != "constexpr":
+            yield 8 if kind[0] == "*" or kind.endswith("64") else 4
+    yield from (8, 8)
+
+
+class Launcher(nvidia.CudaLauncher):
+    def __init__(self, src, metadata):
+        boxes = getattr(metadata, "tensordesc_meta", None)
+        sizes = [*parameter_sizes(src.signature, boxes)]
+        stub.stub_expect(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
+        super().__init__(src, metadata)
+
+
+triton.runtime.driver.active.launcher_cls = Launcher
+
+
+compared: dict[str, int] = {}
+
+
+def both_ways(self, grid, *args):
+    """Stands in for Launch.__call__."""
+
+    def told() -> bytes:
+        start(self, grid, *args)
+        size = stub.stub_take(log)
+        assert 0 < size <= len(log)
+        return log.raw[:size]
+
+    launch.DIRECT = False
+    by_triton = told(), told()
+    launch.DIRECT = True
+    told()  # finds the binary
+    run, JITFunction.run = JITFunction.run, None
+    assert by_triton == (told(), told()), f"{self.kernel.__name__}: the driver is told other things"
+    JITFunction.run = run
+    boxes = sum(hasattr(arg, "block_shape") for arg in args)
+    name = f"{self.kernel.__name__}, {boxes} descriptors"
+    compared[name] = compared.get(name, 0) + 1
+
+
+start = launch.Launch.__call__
+
+
+def compare() -> None:
+    """Every kernel, with and without descriptors."""
+    launch.Launch.__call__ = both_ways
+    for tokens, transposed in ((1100, False), (90, True), (1, False)):
+        arguments = moe("cpu", torch.bfloat16, tokens, 128, 64, 2, 1, transposed=transposed)
+        x, gate_up, down, index, weights = (t.detach() for t in arguments.values())
+        factors = ((8, 128), (128, 8), (8, 64), (128, 8))
+        factors = [torch.zeros(2, *size).bfloat16() for size in factors]
+        for low in ([None] * 4, factors):
+            up, low_down = Projection(gate_up, None, *low[:2]), Projection(down, None, *low[2:])
+            inputs = Inputs(x, weights, up, low_down).flat()
+            # else torch would index by what no kernel wrote
+            on_input = transposed or up.a is not None
+            experts._experts_inference(*inputs, index, on_input, "silu")
+            out, *made = experts._experts_forward(*inputs, index, on_input, "silu")
+            need = [each is not None for each in inputs]
+            experts._experts_backward(*inputs, index, on_input, "silu", *made, out, need)
+        if not transposed:
+            scaled = in_fp8(moe("cpu", torch.bfloat16, tokens, 128, 128, 2, 1))
+            experts.fused_experts(**scaled).sum().backward()
+            with torch.no_grad():
+                experts.fused_experts(**scaled)
+        logits = torch.randn(tokens, 2, requires_grad=True)
+        routing.select_experts(logits, 1)[1].sum().backward()
+    for name, count in sorted(compared.items()):
+        print(f"{name}: {count} launches are told to the driver as by Triton")
+
+
+def time_host() -> None:
+    """Microseconds of one eager forward of a patched block."""
+    launch.DIRECT = True
+    block = build(find("tiny_qwen3"), dtype=torch.bfloat16, device="cpu")
+    patch(block)
+    torch.set_num_threads(1)
+    for tokens in (1, 64):
+        x = torch.randn(1, tokens, block.gate.weight.shape[1], dtype=torch.bfloat16)
+        with torch.no_grad():
+            router = functools.partial(torch.nn.functional.linear, x, block.gate.weight)
+            costs = [
+                min(timeit.repeat(call, number=100, repeat=20)) * 1e4
+                for call in (functools.partial(block, x), router)
+            ]
+        print(f"{tokens} tokens: {costs[0] - costs[1]:.1f} us besides the router's matmul")
+
+
+if __name__ == "__main__":
+    time_host() if sys.argv[1:] == ["time"] else compare()
