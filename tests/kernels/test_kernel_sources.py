@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KERNELS = sorted((ROOT / "moe_patch/kernels").rglob("*.py"))
 MOST_RUNTIME, MOST_CONSTANTS = 20, 25
 
