@@ -159,8 +159,7 @@ def dgate_kernel(
             side = low_rank_in(a, update, side, expert, k, H, R, TILE)
     if R > 0:
         n = n0 + tl.arange(0, BN)
-        first = column == 0
-        acc = low_rank_out(acc, side, update, expert, rows, mask, n, n < I, first, I, R, TILE)
+        acc = low_rank_out(acc, side, update, expert, rows, mask, n, n < I, column == 0, I, R, TILE)
 
     scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
     mine = Rows(rows, mask, scale, pre, d_pre, act)

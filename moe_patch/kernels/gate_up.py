@@ -78,9 +78,8 @@ def gate_up_kernel(
             n += column * WIDTH
             inside = n < INNER
         if R > 0:
-            first = column == 0
             both = low_rank_out(
-                both, side, update, expert, rows, mask, n, inside, first, INNER, R, TILE
+                both, side, update, expert, rows, mask, n, inside, column == 0, INNER, R, TILE
             )
         if BIAS:
             value = tl.load(bias + expert.to(tl.int64) * INNER + n, mask=inside, other=0.0)
@@ -105,9 +104,8 @@ def gate_up_kernel(
                 side = low_rank_in(a, update, side, expert, k, H, R, TILE)
         if R > 0:
             n = n0 + tl.arange(0, BN)
-            first = column == 0
             gate = low_rank_out(
-                gate, side, update, expert, rows, mask, n, n < I, first, 2 * I, R, TILE
+                gate, side, update, expert, rows, mask, n, n < I, column == 0, 2 * I, R, TILE
             )
             up = low_rank_out(
                 up, side, update, expert, rows, mask, n + I, n < I, False, 2 * I, R, TILE

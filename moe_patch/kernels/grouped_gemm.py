@@ -72,8 +72,7 @@ def grouped_gemm_kernel(
 
     n = n0 + tl.arange(0, BN)
     if R > 0:
-        first = column == 0
-        acc = low_rank_out(acc, side, update, expert, rows, mask, n, n < N, first, N, R, TILE)
+        acc = low_rank_out(acc, side, update, expert, rows, mask, n, n < N, column == 0, N, R, TILE)
     if BIAS:
         value = tl.load(bias + expert.to(tl.int64) * N + n, mask=n < N, other=0.0)
         acc += value.to(tl.float32)[None, :]
