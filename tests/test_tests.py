@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 HERE = Path(__file__).resolve().parent
 TREES = {
     str(path.relative_to(HERE)): ast.parse(path.read_text(encoding="utf-8"))
@@ -57,16 +55,19 @@ def helpers(tree: ast.Module) -> set[str]:
 SHARED = set().union(*(helpers(tree) for name, tree in TREES.items() if name not in TESTS))
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_nobody_imports_a_test(name):
-    wrong = {m for m in imported(TREES[name]) if re.match(r"(.*\.)?(test_|conftest$)", m)}
-    assert not wrong, f"{name} imports {wrong}: what tests share is in tools, fixtures in conftest"
+def test_nobody_imports_a_test():
+    """What tests share is in tools, fixtures are in conftest.py."""
+    assert [*imported(ast.parse("def f():\n    from test_a import b"))] == ["test_a"]
+    test = re.compile(r"(.*\.)?(test_|conftest$)")
+    wrong = {name: m for name, tree in TREES.items() for m in imported(tree) if test.match(m)}
+    assert not wrong
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_no_unused_name_is_excused(name):
-    found = re.search(r"noqa: ?" + "F", (HERE / name).read_text(encoding="utf-8"))
-    assert not found, f"{name}: a fixture belongs in conftest.py"
+def test_no_unused_name_is_excused():
+    """Fixtures that a test asks for are in conftest.py, not imported."""
+    excuse = re.compile(r"noqa: ?" + "F")
+    assert excuse.search("import a  # noqa: " + "F401")
+    assert not [name for name in TREES if excuse.search((HERE / name).read_text(encoding="utf-8"))]
 
 
 def test_every_folder_of_the_package_has_tests():
@@ -83,18 +84,23 @@ def test_names_are_unique():
     assert not [*HERE.rglob("__init__.py")]
 
 
-@pytest.mark.parametrize("name", TESTS)
-def test_every_test_can_fail(name):
-    own = helpers(TREES[name]) | SHARED
-    tests = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.FunctionDef)]
-    for test in tests:
-        if test.name.startswith("test_"):
-            assert judges(test, own), f"{name}: {test.name} asserts nothing"
+def idle(tree: ast.Module) -> list[str]:
+    """Tests of a module that assert nothing."""
+    own = helpers(tree) | SHARED
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    return [f.name for f in functions if f.name.startswith("test_") and not judges(f, own)]
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_nothing_swallows_an_assertion(name):
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.With) and "suppress(" in ast.unparse(node.items[0]):
-            where = f"{name}:{node.lineno}"
-            assert not any(isinstance(n, ast.Assert) for n in ast.walk(node)), where
+def swallowing(tree: ast.Module) -> list[int]:
+    """Lines of `with suppress(...)` that have an assertion in them."""
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.With)]
+    blocks = [n for n in blocks if any("suppress(" in ast.unparse(item) for item in n.items)]
+    return [n.lineno for n in blocks if any(isinstance(x, ast.Assert) for x in ast.walk(n))]
+
+
+def test_every_test_asserts_and_is_heard():
+    none = ast.parse("def test_a():\n    b()\n\ndef test_c():\n    d()\n\ndef d():\n    assert e")
+    assert idle(none) == ["test_a"]
+    assert swallowing(ast.parse("with suppress(A):\n    assert b")) == [1]
+    assert not {name: found for name in TESTS if (found := idle(TREES[name]))}
+    assert not {name: found for name, tree in TREES.items() if (found := swallowing(tree))}
