@@ -81,7 +81,7 @@ ARROWS = {
     "ranks": {"compat", "recognise", "version"},
     "patcher": {"compat", "models", "ranks", "recognise", "switch"},
     "pretrained": {"compat", "models", "notices", "patcher", "recognise"},
-    "environment": {"activation", "models", "recognise"},
+    "environment": {"activation", "compat", "models", "recognise"},
     "parity": {
         "compat", "kernels", "models", "ops", "patcher", "paths", "precision", "recognise",
         "reference", "switch", "version",

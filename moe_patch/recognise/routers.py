@@ -255,15 +255,15 @@ def why_unknown(cls: type[nn.Module]) -> str | None:
     known = set(_TORCH.split()) | set(_OWN) | _methods(cls).keys()
     if unknown := sorted(words - known):
         more = f" and {len(unknown) - 3} more names" if len(unknown) > 3 else ""
-        return f"its code uses {', '.join(unknown[:3])}{more}, which no rule of moe_patch has"
+        return f"its code uses {', '.join(unknown[:3])}{more}, which no rule of moe_patch covers"
     if any(isinstance(const, CodeType) for code in codes for const in code.co_consts):
         return "its code has functions inside functions, which are not looked into"
     return None
 
 
 def why_left(cls: type[nn.Module]) -> str | None:
-    """None for a router's class that is fused, once asked for, else the reason in one sentence."""
-    if issubclass(cls, Fused) or fused_class(cls) is not None:
+    """None for a router's class that is known to be fused, else the reason in one sentence."""
+    if issubclass(cls, Fused) or cls in SWAPS:
         return None
     return why_not(cls) or why_unknown(cls) or "no rule of moe_patch computes what it does"
 
