@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 
+from ..notices import warn_once
 from ..recognise.swaps import SWAPS
 
 __all__ = ["FAMILIES", "SWAPS"]
@@ -26,3 +27,7 @@ for _family in FAMILIES:
     except ModuleNotFoundError as error:  # this transformers does not have the family
         if not (error.name or "").startswith("transformers.models."):
             raise
+    except AttributeError as error:  # it has the family, but not a class of it
+        if not str(getattr(error.obj, "__name__", "")).startswith("transformers.models."):
+            raise
+        warn_once(f"moe_patch leaves {_family} to Hugging Face: {error}.")

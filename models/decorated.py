@@ -14,10 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
-from transformers.integrations.moe import ExpertsInterface
 
 from .. import switch
+from ..compat import (
+    CHOOSE,
+    IMPLEMENTATION,
+    INTERNAL,
+    ExpertsInterface,
+    FP8ExpertsInterface,
+    implementation_of,
+)
 from ..notices import say_unfused, warn_once
 from ..ops.experts import fused_experts
 from ..recognise import quantised
@@ -46,7 +52,7 @@ class ExpertsConfig:
 
     def __init__(self, original: Any, implementation: str = NAME) -> None:
         self.original = original
-        self._experts_implementation = implementation
+        vars(self)[IMPLEMENTATION] = implementation
 
     def __getattr__(self, name: str) -> Any:
         # no `original` yet while unpickling; dunders are asked of this class, not of the config
@@ -57,8 +63,9 @@ class ExpertsConfig:
 
 def register() -> None:
     """Adds "moe_patch" to HF's experts implementations."""
-    ExpertsInterface.register(NAME, experts_forward)
-    FP8ExpertsInterface.register(NAME, experts_forward)
+    for each in (ExpertsInterface, FP8ExpertsInterface):
+        if each is not None:
+            each.register(NAME, experts_forward)
 
 
 def experts_forward(
@@ -142,15 +149,16 @@ def _fused_or(
 def restore_default(module: nn.Module) -> None:
     """Undoes experts_implementation="moe_patch" in the module's config: HF's default returns."""
     config = getattr(module, "config", None)
-    if getattr(config, "_experts_implementation", None) == NAME:
-        is_model = isinstance(module, PreTrainedModel)
-        default = module.get_correct_experts_implementation(None) if is_model else "grouped_mm"
-        config._experts_implementation_internal = default
+    if getattr(config, IMPLEMENTATION, None) == NAME:
+        choose = getattr(module, CHOOSE, None) if isinstance(module, PreTrainedModel) else None
+        default = choose(None) if choose else "grouped_mm"
+        setattr(config, INTERNAL if hasattr(config, INTERNAL) else IMPLEMENTATION, default)
 
 
 def _hf_forward(self: nn.Module, *args: Tensor) -> Tensor:
-    config = self.config.original if isinstance(self.config, ExpertsConfig) else self.config
-    name = config._experts_implementation
+    name = implementation_of(self)
+    if isinstance(self.config, ExpertsConfig):
+        name = getattr(self.config.original, IMPLEMENTATION, None)
     if name == NAME:  # HF's default, which has no static scales
         name = "eager" if getattr(self, "activation_scheme", "") == "static" else "grouped_mm"
     # FP8Experts is decorated once a layer, so that a forward one layer down dispatches again

@@ -11,9 +11,9 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 from transformers.models.llama4 import modeling_llama4 as hf
 
+from ..compat import GLOBAL_HOOKS, HF_HOOK, MODULE_HOOKS, base_of, version_of
 from ..notices import warn_once
 from ..ops.experts import fused_experts
 from ..ops.routing import select_experts, sigmoid_scores
@@ -41,8 +41,9 @@ class Llama4Router(Fused, hf.Llama4Router):
             router_scores = torch.zeros_like(router_logits).scatter(1, index, chosen)
         else:
             router_scores, index, weights = sigmoid_scores(router_logits, self.top_k)
-        if not torch.compiler.is_compiling() and not router_scores.is_inference():
-            router_scores.choice = index, weights, router_scores._version
+        kept = version_of and not torch.compiler.is_compiling()
+        if kept and not router_scores.is_inference():
+            router_scores.choice = index, weights, version_of(router_scores)
         return router_scores, router_logits
 
 
@@ -133,11 +134,11 @@ def _choice(router: nn.Module, scores: Tensor) -> tuple[Tensor, Tensor] | None:
     None where somebody else wrote scores, which may choose any number of experts: HF's dense pass
     takes those. Gradients go through the scores, as HF's do, and so do hooks on them.
     """
-    if not torch.compiler.is_compiling():
+    if version_of and not torch.compiler.is_compiling():
         # full backward hooks make a view of what a module returns
-        source = scores if hasattr(scores, "choice") else scores._base
+        source = scores if hasattr(scores, "choice") else base_of(scores)
         *choice, version = getattr(source, "choice", (None,))
-        if version is not None and version == scores._version and _shows(scores, source):
+        if version is not None and version == version_of(scores) and _shows(scores, source):
             index, weights = choice
             return index, scores.gather(1, index) if scores.requires_grad else weights
     if _wrote(router):  # torch.compile and inference mode keep no attributes, or no version
@@ -159,9 +160,10 @@ def _wrote(router: nn.Module) -> bool:
     if not isinstance(router, Llama4Router) or not intact(router):
         return False
     own = router.__dict__
-    if (router._forward_hooks or hooks._global_forward_hooks) and not all_of_deepspeed(router):
+    hooked = GLOBAL_HOOKS is None or own[MODULE_HOOKS[0]] or GLOBAL_HOOKS[0]
+    if hooked and not all_of_deepspeed(router):
         return False
-    return "forward" not in own or "_hf_hook" in own
+    return "forward" not in own or HF_HOOK in own
 
 
 def _why_not_experts(experts: nn.Module) -> str | None:

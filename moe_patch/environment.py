@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import torch
 import transformers
 from torch import nn
 
+from . import compat
 from .activation import parse
 from .models import SWAPS, decorated
 from .recognise import eligibility, gates, routers
@@ -37,6 +39,8 @@ class Support:
     gate: str  # as it is fused, "" when it is not
     router: str  # "fused" or Hugging Face's
     reason: str | None  # why it is not fused
+    router_reason: str | None = None  # why the router is not
+    adapters_reason: str | None = None  # why PEFT computes adapters on the experts' weights itself
 
     @property
     def fused(self) -> bool:
@@ -76,14 +80,41 @@ def table() -> str:
     )
     lines.append("the others run Hugging Face's own code:")
     lines += [f"  {o.family:24}{o.experts:34}{o.reason}" for o in found if not o.fused]
+    lines += _section(
+        "routers of fused experts that run Hugging Face's own code:",
+        [f"{o.family:24}{o.router_reason}" for o in fused if o.router_reason],
+    )
+    adapters = [f"{o.family:24}{o.adapters_reason}" for o in fused if o.adapters_reason]
+    if importlib.util.find_spec("peft") and (reason := compat.why_no_adapters()):
+        adapters = [f"{'every family':24}{reason}"]
+    lines += _section("adapters on the weights of fused experts that PEFT computes:", adapters)
+    lines += _section("private names that are gone here:", compat.lost(load=True))
     return "\n".join(lines)
+
+
+def _section(title: str, rows: list[str]) -> list[str]:
+    return [title, *(f"  {row}" for row in rows)] if rows else []
+
+
+def _why_routers(classes: list[type[nn.Module]]) -> str | None:
+    """Why the routers among a family's classes are not fused; None if one is."""
+    found = {cls.__name__: _why_router(cls) for cls in classes if routers.is_router_class(cls)}
+    if None in found.values():
+        return None
+    if not found:
+        return "its block itself chooses experts"
+    return "; ".join(f"{name}: {reason}" for name, reason in found.items())
+
+
+def _why_router(cls: type[nn.Module]) -> str | None:
+    return None if cls in SWAPS or routers.rule_of(cls) else routers.why_left(cls)
 
 
 def _of(module: ModuleType, family: str) -> Iterator[Support]:
     classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, nn.Module)]
     classes = [cls for cls in classes if cls.__module__ == module.__name__]
-    fused = (cls in SWAPS and "Router" in cls.__name__ or routers.rule_of(cls) for cls in classes)
-    router = "fused" if any(fused) else "HF"
+    why_router = _why_routers(classes)
+    router = "HF" if why_router else "fused"
     switched = [cls for cls in classes if eligibility.dispatches(cls) or _undecorated(cls)]
     for cls in switched:
         experts = _build(_undecorated(cls) or cls, module)
@@ -96,7 +127,8 @@ def _of(module: ModuleType, family: str) -> Iterator[Support]:
         if not (reason or parts):
             gate = _formula(gates.activation_of(experts))
             gate += ", biases" if experts.has_bias else ""
-        yield Support(family, cls.__name__, gate, router, reason)
+        adapters = f"they run by parts, because of {parts}" if parts else None
+        yield Support(family, cls.__name__, gate, router, reason, why_router, adapters)
     swapped = [cls for cls in classes if cls in SWAPS and cls.__name__.endswith("Moe")]
     for cls in swapped:
         yield Support(family, cls.__name__, _formula(gates.SILU), "fused", None)

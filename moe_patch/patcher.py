@@ -9,16 +9,18 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
-from . import ranks
+from . import compat, ranks
+from .compat import FSDP_WRAPPED, ORIG_MOD
 from .models import SWAPS
 from .models.decorated import ExpertsConfig, UndecoratedExperts, restore_default
-from .recognise import gates, routers
-from .recognise.eligibility import dispatches, is_decorated, why_not_fused
+from .recognise import gates, lending, routers
+from .recognise.eligibility import dispatches, is_decorated, why_by_parts, why_not_fused
 from .recognise.original import Fused, describe, fused_within, replaced, why_replaced
 from .recognise.routers import with_routers
 from .recognise.swaps import with_adapters
@@ -29,10 +31,25 @@ LOOKS_LIKE_MOE = re.compile(r"(Experts|M[oO][eE](Block)?)$")
 """Names of classes whose modules are reported, fused or not."""
 
 _SUPPORTED = "experts with transformers' @use_experts_implementation and Llama4TextMoe"
-_WRAPPERS = {"base_layer", "original_module", "module", "_fsdp_wrapped_module", "_orig_mod"}
+_WRAPPERS = {"base_layer", "original_module", "module", FSDP_WRAPPED, ORIG_MOD}
 """Where PEFT, FSDP and torch.compile keep the module that they wrap."""
 _ROUTER = re.compile(r"(Router|Gate)$")
 _patching = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Left:
+    """A part of a fused block that runs the code that it has without moe_patch."""
+
+    name: str
+    """As in `named_modules()`."""
+    cls: str
+    kind: str
+    """"router", "gate" (two fused GEMMs, the class's own gate between them) or "adapters"."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name or '(root)'} ({self.cls}), {self.kind} not fused: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,12 @@ class PatchReport:
     that does although its experts are fused."""
     classes: list[str] = field(default_factory=list)
     """The class names of the fused blocks."""
+    routers: list[str] = field(default_factory=list)
+    """Names of the fused routers of these blocks."""
+    adapters: list[str] = field(default_factory=list)
+    """Names of PEFT's wrappers whose factors the fused experts take."""
+    left: list[Left] = field(default_factory=list)
+    """Routers, gates and adapters of fused blocks that are not fused; not those in `skipped`."""
 
     def __str__(self) -> str:
         whole = [name for name, *_ in self.skipped if not any(_is_in(name, f) for f in self.fused)]
@@ -54,7 +77,22 @@ class PatchReport:
         lines = [f"moe_patch: fused {len(self.fused)} of {total} MoE blocks"]
         lines[0] += f" ({kinds})" if kinds else ""
         lines += [f"  {name or '(root)'} ({cls}): {reason}" for name, cls, reason in self.skipped]
+        lines += [f"  {part}" for part in self.left]
         return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as json.dumps takes it."""
+        blocks = [{"name": name, "class": cls} for name, cls in zip(self.fused, self.classes)]
+        skipped = [dict(zip(("name", "class", "reason"), each)) for each in self.skipped]
+        left = [
+            {"name": part.name, "class": part.cls, "kind": part.kind, "reason": part.reason}
+            for part in self.left
+        ]
+        routers, adapters = list(self.routers), list(self.adapters)
+        return {
+            "fused": blocks, "routers": routers, "adapters": adapters,
+            "skipped": skipped, "left": left,
+        }  # fmt: skip
 
 
 def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
@@ -80,6 +118,7 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
     with _patching:
         with_adapters()
         with_routers(model)
+        compat.say_lost(compat.loaded())
         for block in _blocks(model):
             matched = matched or block.is_known()
             cls, reason = plain_class(block.module).__name__, block.why_not()
@@ -88,13 +127,20 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
             else:
                 report.skipped.extend(block.left_out())
                 changed = block.fuse() or changed
+                for part in block.parts(besides={name for name, *_ in report.skipped}):
+                    if isinstance(part, Left):
+                        report.left.append(part)
+                    else:
+                        kind, name = part
+                        (report.routers if kind == "router" else report.adapters).append(name)
                 report.fused.append(block.name)
                 report.classes.append(cls)
     if strict and not matched:
         found = ", ".join(dict.fromkeys(f"{cls} ({reason})" for _, cls, reason in report.skipped))
+        lost = "".join(f" ({sentence})" for sentence in compat.lost())
         raise ValueError(
             f"{type(model).__name__} has no MoE block that can be fused, found {found or 'none'}: "
-            f"supported are {_SUPPORTED}, and strict=False accepts a model without."
+            f"supported are {_SUPPORTED}, and strict=False accepts a model without.{lost}"
         )
     if changed or not report.fused:
         ranks.agree(model.parameters(), blocks=len(report.fused), MOE_PATCH=int(ENABLED))
@@ -173,6 +219,19 @@ class _Block:
             if reason := _why_left_out(module):
                 yield name, plain_class(module).__name__, reason
 
+    def parts(self, besides: Collection[str]) -> Iterator[Left | tuple[str, str]]:
+        """What is left of the routers, gates and adapters of a fused block; (kind, name) of those
+        routers and adapters that are fused."""
+        for name, module in self.module.named_modules(prefix=self.name):
+            found = None if name in besides else _part(name, module)
+            if found is None:
+                continue
+            kind, reason = found
+            if reason:
+                yield Left(name, plain_class(module).__name__, kind, reason)
+            elif kind != "gate":
+                yield kind, name
+
     def fuse(self) -> bool:
         """Whether anything of it was not fused yet."""
         changed = False
@@ -243,6 +302,19 @@ def _why_left_out(module: nn.Module) -> str | None:
     if cls is not fused and replaced_forward(module):
         return "its forward was replaced on the instance, and that runs: patch before that"
     return why_replaced(fused)
+
+
+def _part(name: str, module: nn.Module) -> tuple[str, str | None] | None:
+    """(kind, why it is not fused) of a router, a gate or an adapter in a fused block."""
+    if routers.is_router(name, module):
+        if plain_class(module) is nn.Linear:
+            return "router", "the block itself chooses experts by the logits of this nn.Linear"
+        return "router", routers.why_left(plain_class(module))
+    if lending.is_adapter(module):
+        return "adapters", lending.why_left_to_peft(module, _fused_class(module.get_base_layer()))
+    if _is_known(module):
+        return "gate", why_by_parts(module)
+    return None
 
 
 def _why_not_routed(module: nn.Module) -> str | None:

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 
 import torch
 
+from .compat import INHERITS_PRECISION, get_precision, set_precision
+
 _Place = tuple[str, str]
 _CUDA: tuple[_Place, ...] = (("cuda", "matmul"), ("cuda", "all"), ("generic", "all"))
 _CPU: tuple[_Place, ...] = (("mkldnn", "matmul"), ("mkldnn", "all"), ("generic", "all"))
-# of a (backend, operator), what it says itself or, where that is "none", what the next place says
-_get, _set = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 
 
 def allows_tf32() -> bool:
     """Whether float32 products on a GPU may be TF32: what torch.matmul asks. Never raises."""
-    return _get("cuda", "matmul") == "tf32"
+    return get_precision("cuda", "matmul") == "tf32"
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def ieee_products() -> Iterator[None]:
     """float32 products are IEEE inside, by both of torch's APIs; all is as before afterwards."""
     before = [(*places[0], _own(places)) for places in (_CUDA, _CPU)]
     for backend, operator, _ in before:  # the two APIs agree from here on
-        _set(backend, operator, "ieee")
+        set_precision(backend, operator, "ieee")
     legacy = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -36,18 +36,19 @@ def ieee_products() -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(legacy)
         for place in before:
-            _set(*place)
+            set_precision(*place)
 
 
 def _own(places: tuple[_Place, ...]) -> str:
     """What the first place says itself; "none" where it follows the others."""
     first, *rest = places
-    said = _get(*first)
-    if said == "none" or not rest:
+    # what it says itself or, where that is "none", what the next place says
+    said = get_precision(*first)
+    if said == "none" or not rest or not INHERITS_PRECISION:
         return said
     kept, other = _own(tuple(rest)), "tf32" if said == "ieee" else "ieee"
-    _set(*rest[0], other)
+    set_precision(*rest[0], other)
     try:
-        return "none" if _get(*first) == other else said
+        return "none" if get_precision(*first) == other else said
     finally:
-        _set(*rest[0], kept)
+        set_precision(*rest[0], kept)

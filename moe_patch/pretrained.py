@@ -15,12 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import notices
+from .compat import CAN_CHOOSE, CHOOSE, FROM_CONFIG
 from .models import decorated
 from .patcher import LOOKS_LIKE_MOE, patch, unpatch
 from .recognise import eligibility
 
-_SWITCH = "get_correct_experts_implementation"  # every choice of an implementation asks it
-_LOADERS = ("from_pretrained", "_from_config")  # the Auto classes end in these two
+_LOADERS = ("from_pretrained", FROM_CONFIG)  # the Auto classes end in these two
 _ALWAYS = "enable()"
 _on: frozenset[object] = frozenset()  # who asks for the hook: `_ALWAYS`, and every open block
 _inside: ContextVar[frozenset[object]] = ContextVar("moe_patch_inside", default=frozenset())
@@ -39,7 +39,7 @@ class _Method:
     def __get__(self, model: nn.Module | None, owner: type) -> Any:
         if model is None:
             return self.function
-        submodule = model._modules.get(self.function.__name__)
+        submodule = dict(model.named_children()).get(self.function.__name__)
         return self.function.__get__(model) if submodule is None else submodule
 
 
@@ -49,9 +49,9 @@ def register() -> None:
     An attribute of that name which is not ours stays, with a warning.
     """
     decorated.register()
-    switch = vars(PreTrainedModel)[_SWITCH]
-    if not hasattr(switch, "moe_patch_original"):
-        setattr(PreTrainedModel, _SWITCH, _warning(switch))
+    choose = vars(PreTrainedModel).get(CHOOSE)
+    if choose is not None and not hasattr(choose, "moe_patch_original"):
+        setattr(PreTrainedModel, CHOOSE, _warning(choose))
     for function in (patch, unpatch):
         name = function.__name__
         found = vars(PreTrainedModel).get(name)
@@ -110,8 +110,9 @@ def _switch(on: frozenset[object]) -> None:
     global _on
     if on and not _originals:
         for name in _LOADERS:
-            _originals[name] = vars(PreTrainedModel)[name]
-            setattr(PreTrainedModel, name, _patching(_originals[name]))
+            if name in vars(PreTrainedModel):
+                _originals[name] = vars(PreTrainedModel)[name]
+                setattr(PreTrainedModel, name, _patching(_originals[name]))
     elif not on:
         for name, original in _originals.items():
             if getattr(vars(PreTrainedModel)[name], "moe_patch_original", None) is original:
@@ -132,7 +133,8 @@ def _warning(original: Callable[..., str]) -> Callable[..., str]:
     def choose(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
         chosen = original(self, *args, **kwargs)
         source = sys.modules.get(type(self).__module__)
-        silent = chosen == eligibility.NAME and not self._can_set_experts_implementation()
+        can = getattr(self, CAN_CHOOSE, lambda: True)
+        silent = chosen == eligibility.NAME and not can()
         if silent and any(map(LOOKS_LIKE_MOE.search, vars(source) if source else ())):
             notices.warn_once(
                 f'experts_implementation="moe_patch" does nothing for {source.__name__}, whose '

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, distributed
 
+from .compat import default_store
 from .recognise.wrapped import is_dtensor
 from .version import __version__
 
@@ -41,11 +42,13 @@ def agree(parameters: Iterable[Tensor], **about: object) -> None:
     ranks = _sharing(parameters)
     if len(ranks) < 2 or distributed.get_backend() == "fake":
         return
+    store = default_store()
+    if store is None:
+        return
     me = distributed.get_rank()
     following = ranks[(ranks.index(me) + 1) % len(ranks)]
     _turns[ranks] += 1
     group = f"{len(ranks)}.{zlib.crc32(repr(ranks).encode()):08x}.{_turns[ranks]}"
-    store = distributed.distributed_c10d._get_default_store()
     mine = _versions() | about
     store.set(f"moe_patch/{group}/{me}", json.dumps(mine))
     theirs = json.loads(_wait(store, f"moe_patch/{group}/{following}", me, following))

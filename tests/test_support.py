@@ -24,6 +24,9 @@ def test_every_family_is_there_once_and_says_what_becomes_of_it():
     for one in found:
         assert one.experts and one.router in ("fused", "HF")
         assert bool(one.gate) == one.fused == (one.reason is None)
+        if one.fused:
+            assert (one.router == "fused") == (one.router_reason is None)
+            assert (one.adapters_reason is not None) == one.gate.startswith("by parts")
 
 
 def test_what_is_not_fused_is_known():
@@ -78,5 +81,9 @@ def test_table_and_command(capsys):
     assert environment.table() in out and "torch" in out
     lines = environment.table().splitlines()
     assert any("FP8Experts" in line for line in lines)
-    assert len(lines) == len(families()) + 4 and all(len(line) < 160 for line in lines)
+    left = [one for one in families() if one.fused and one.router_reason]
+    assert all(len(line) < 160 for line in lines)
+    assert len(lines) == len(families()) + 4 + 1 + len(left)
+    assert any("Gemma4TextRouter: its code uses config" in line for line in lines)
+    assert any("jamba" in line and "its block itself chooses" in line for line in lines)
     assert torch.get_default_device().type == "cpu"

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..compat import has_gluon
 from ..order import ExpertOrder
 from . import tiles
 from .activate import gate_of, glu
@@ -80,11 +81,8 @@ def fp8_gemm_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (n[None, :] < WIDTH))
 
 
-_GLUON: bool = triton.__version__.split(".")[:2] == ["3", "6"]  # whose API hopper/ speaks
-
-
 def _hopper(device: torch.device) -> bool:
-    return _GLUON and not INTERPRET and tiles.chip(device)[0] == 90
+    return not INTERPRET and tiles.chip(device)[0] == 90 and has_gluon()
 
 
 @functools.cache

@@ -9,7 +9,6 @@ unaligned pointers always take Triton's own way.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +16,11 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-DIRECT: bool = (
-    triton.__version__.split(".")[:2] == ["3", "6"]  # whose calling convention this file knows
-    and not triton.knobs.runtime.interpret
-    and torch.cuda.is_available()
-    and torch.version.hip is None
-)
+from .. import compat
+from ..compat import cuda_device, cuda_stream, encoded
+
+DIRECT: bool = compat.starts_directly()
 
 
 class Launch:
@@ -43,11 +39,14 @@ class Launch:
 
         `args` are tensors, descriptors, None and non-negative counts marked do_not_specialize.
         """
-        hooks = triton.knobs.runtime
-        if not DIRECT or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # profiler
+        if not DIRECT:
             self.kernel[grid](*args, **self.constants)
             return
-        device = torch._C._cuda_getDevice()
+        hooks = triton.knobs.runtime
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # profiler
+            self.kernel[grid](*args, **self.constants)
+            return
+        device = cuda_device()
         kind: list[Any] = [device]
         bits, values = 0, []
         for arg in args:
@@ -63,42 +62,22 @@ class Launch:
         if binary is None or bits & 15:
             compiled = self.kernel[grid](*args, **self.constants)
             if not bits & 15:
-                self._binaries[key] = _binary(self.kernel, compiled, args)
+                self._keep(key, compiled, args)
             return
         start, function, settings, boxes, unread = binary
         for at, name, meta in boxes:  # from the last to the first
-            values[at : at + 1] = _encoded(values[at], name, meta)
-        stream = torch._C._cuda_getCurrentRawStream(device)
+            values[at : at + 1] = encoded(values[at], name, meta)
+        stream = cuda_stream(device)
         x, y, z = (*grid, 1, 1)[:3]
         start(x, y, z, stream, function, *settings, *values, *unread)
 
-
-def _binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(C function, kernel on the device, its settings, its descriptors, places of constexprs)."""
-    launcher = compiled.run
-    assert not launcher.global_scratch_size and not launcher.profile_scratch_size
-    start, boxes = launcher.launch, []
-    at = [i for i, arg in enumerate(args) if hasattr(arg, "block_shape")]  # Triton's or Gluon's
-    if at:  # wrapped in Python, to encode descriptors at every launch
-        start = inspect.getclosurevars(start).nonlocals["launcher"]
-        for i, meta in zip(at, compiled.metadata.tensordesc_meta, strict=True):
-            boxes.insert(0, (i, (meta["swizzle"], *meta["block_size"]), meta))
-    settings = (
-        launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,  # no scratch memory
-        compiled.packed_metadata, None, None, None,  # no hooks
-    )  # fmt: skip
-    unread = (None,) * (len(kernel.params) - len(args))
-    return start, compiled.function, settings, boxes, unread
-
-
-def _encoded(box: TensorDescriptor, name: tuple[int, ...], meta: dict[str, Any]) -> list[Any]:
-    """The arguments that a descriptor becomes, kept with it by what a binary wants of it."""
-    known = vars(box).setdefault("encoded", {})
-    if name not in known:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        known[name] = make_tensordesc_arg(box, meta)
-    return known[name]
+    def _keep(self, key: tuple, compiled: Any, args: tuple[Any, ...]) -> None:
+        global DIRECT
+        found = compat.binary(self.kernel, compiled, args)
+        if found is None:
+            DIRECT = False
+        else:
+            self._binaries[key] = found
 
 
 def launches(kernel: Any) -> Callable[..., Launch]:
@@ -133,6 +112,8 @@ def descriptor(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     block: tuple[int, ...],
-) -> TensorDescriptor:
+) -> Any:
     """TMA descriptor of boxes `block` in the tensor that lies there; it does not keep it alive."""
-    return TensorDescriptor(_Memory(pointer, dtype), list(shape), list(strides), list(block))
+    return compat.tensor_descriptor()(
+        _Memory(pointer, dtype), list(shape), list(strides), list(block)
+    )

@@ -16,14 +16,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..compat import has_tensor_descriptor, interpreted
 from ..precision import allows_tf32
 from . import table
 from .activate import gate_of
 from .launch import Launch, descriptor, power_of_two
 
-INTERPRET: bool = triton.knobs.runtime.interpret
+INTERPRET: bool = interpreted()
 W8 = "_w8"
 """Ends the names of kernels that read FP8 weights, with rows of another dtype."""
 
@@ -49,7 +49,8 @@ def chip(device: torch.device) -> tuple[int, int, bool]:
     if torch.version.hip:
         return 0, 64 * 1024, False
     capability = 10 * properties.major + properties.minor
-    return capability, properties.shared_memory_per_block_optin, capability >= 90
+    tma = capability >= 90 and has_tensor_descriptor()
+    return capability, properties.shared_memory_per_block_optin, tma
 
 
 def block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
@@ -187,9 +188,7 @@ def heuristic(
     return fit(kernel, tile, n, dtype.itemsize, shared)
 
 
-def operand(
-    tensor: Tensor, block: tuple[int, ...], halves: int = 1
-) -> tuple[Tensor | TensorDescriptor, bool]:
+def operand(tensor: Tensor, block: tuple[int, ...], halves: int = 1) -> tuple[Any, bool]:
     """(a TMA descriptor of boxes `block`, True); (the tensor itself, False) where TMA cannot.
 
     halves = 2, of [E, N, K]: boxes [1, 2, BN, BK] with BN rows of each half of N.
@@ -210,7 +209,7 @@ def _box(
     device: torch.device,
     block: tuple[int, ...],
     halves: int,
-) -> TensorDescriptor | None:
+) -> Any:
     """Needs a 16-byte aligned base and strides, and a contiguous last dimension."""
     aligned = all(stride > 0 and stride * dtype.itemsize % 16 == 0 for stride in strides[:-1])
     aligned &= strides[-1] == 1 and pointer % 16 == 0 and 0 not in shape

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tiles
 from .tiles import dot, operand
@@ -32,9 +31,7 @@ def readable(weight: Tensor) -> Tensor:
     return weight
 
 
-def weight_operand(
-    weight: Tensor, bn: int, bk: int, halves: int = 1
-) -> tuple[Tensor | TensorDescriptor, bool, bool]:
+def weight_operand(weight: Tensor, bn: int, bk: int, halves: int = 1) -> tuple[Any, bool, bool]:
     """A logical [E, N, K] weight as a kernel argument: (tensor or TMA descriptor, is TMA, K-major).
 
     halves = 2: blocks of 2 * bn columns, bn of each half of N; K-major weights only.

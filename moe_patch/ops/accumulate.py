@@ -21,6 +21,15 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..compat import (
+    ADDS_TO_GRAD,
+    backward_hooks,
+    base_of,
+    current_graph_task,
+    hooks_beside,
+    post_accumulate_hooks,
+    will_execute_node,
+)
 from ..kernels import on_device
 from ..order import ExpertOrder
 
@@ -39,10 +48,10 @@ class Leaf:
     def watched(self) -> bool:
         """Whether hooks or `retain_grad` ask for the gradient of the parameter or its transpose."""
         weight = self.transpose and self.transpose()
-        if weight is not None and (weight._backward_hooks or weight.retains_grad):
+        if weight is not None and (backward_hooks(weight) or weight.retains_grad):
             return True
         parameter = self.parameter
-        return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        return bool(backward_hooks(parameter) or post_accumulate_hooks(parameter))
 
 
 class Stored(NamedTuple):
@@ -63,7 +72,7 @@ def stored(weight: Tensor) -> Stored:
     """
     if torch.compiler.is_compiling():
         return Stored(weight, False, None)
-    base = weight._base
+    base = base_of(weight)
     if base is not None and base.is_leaf and base.dim() == 3 and _is_transpose(weight, base):
         return Stored(base, True, Leaf(base, weakref.ref(weight)) if weight.requires_grad else None)
     leaf = Leaf(weight, None) if weight.requires_grad and weight.is_leaf else None
@@ -111,7 +120,8 @@ def gradient(weight: Tensor, leaf: Leaf | None, product: Product) -> Tensor | No
 
     Only in a backward. `leaf` is behind the weight.
     """
-    adds = leaf is not None and _takes_more(leaf.parameter) and not leaf.watched()
+    adds = ADDS_TO_GRAD and leaf is not None
+    adds = adds and _takes_more(leaf.parameter) and not leaf.watched()
     return None if adds and _adds_later(weight, leaf, product) else _made(weight, leaf, product)
 
 
@@ -128,13 +138,13 @@ def _adds_later(weight: Tensor, leaf: Leaf, product: Product) -> bool:
     """Whether the pre-hook that adds was left with the parameter's AccumulateGrad node."""
     parameter = leaf.parameter
     node = torch.autograd.graph.get_gradient_edge(parameter).node
-    task = torch._C._current_graph_task_id()
+    task = current_graph_task()
     stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
     if stream is not None and torch.cuda.is_current_stream_capturing():
         return False  # autograd knows which streams a capture may meet
 
     def add(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor] | None:
-        if torch._C._current_graph_task_id() != task:  # left by a backward that failed
+        if current_graph_task() != task:  # left by a backward that failed
             return None
         handle.remove()
         with on_device(weight.device):
@@ -154,7 +164,7 @@ def _adds_later(weight: Tensor, leaf: Leaf, product: Product) -> bool:
     handle = node.register_prehook(add)
     after = node.register_hook(_nothing)
     # somebody else's hooks are to see the gradient; so may one of ours that waits already
-    alone = len(handle.hooks_dict_ref()) == len(after.hooks_dict_ref()) == 1
+    alone = len(hooks_beside(handle)()) == len(hooks_beside(after)()) == 1
     after.remove()
     if not alone:
         handle.remove()
@@ -176,6 +186,6 @@ def _takes_more(parameter: Tensor) -> bool:
         return False
     try:
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-        return torch._C._will_engine_execute_node(node)
+        return will_execute_node(node)
     except RuntimeError:  # torch.autograd.grad asks for this very gradient
         return False

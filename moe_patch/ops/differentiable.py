@@ -11,28 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import reference
+from ..compat import dispatch_keys, why_not_kernels
 from .operands import Projection, Routing
 
-_in_transform, _in_trace = torch._C._are_functorch_transforms_active, torch._C._is_tracing
-
-
-def why_not_kernels() -> str | None:
-    """None where kernels may run, else what they cannot be part of, in one sentence.
-
-    Compiled graphs hold them as operators of their own, with the rules that torch.compile asks for.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    if _in_transform():
-        return "a torch.func transform runs, whose tensors the fused kernels cannot read"
-    if forward_ad._current_level >= 0:
-        return "forward-mode AD runs, and the fused kernels compute no tangents"
-    if _in_trace():
-        return "torch.jit.trace runs, which cannot record the fused kernels"
-    return None
+__all__ = ["experts", "gradients", "refuse_fp8", "wanted", "why_not_kernels"]
 
 
 def wanted(d_out: Tensor) -> bool:
@@ -45,7 +29,7 @@ def wanted(d_out: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() or why_not_kernels() is not None:
         return True
-    return "Batched" in repr(torch._C._dispatch_keys(d_out))
+    return "Batched" in repr(dispatch_keys(d_out))
 
 
 def gradients(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import reference
+from ..compat import CAPTURED, HF_HOOK, OLD_FORWARD, implementation_of, module_state
 from ..models import SWAPS
 from ..models.decorated import ExpertsConfig, UndecoratedExperts
 from ..ops import fp8
@@ -30,7 +31,7 @@ from .emulate import dequantised_linear, fp8_linear
 DEQUANTISED = "dequantised"
 """A way of running FP8 experts: in the activations' dtype."""
 
-_LEFT_BEHIND = {"forward", "_hf_hook", "_old_forward", "_output_capturing_hooks_installed"}
+_LEFT_BEHIND = {"forward", HF_HOOK, OLD_FORWARD, CAPTURED}
 
 
 def shadow(
@@ -64,11 +65,12 @@ def shadow(
     if "config" in new.__dict__:  # unpatch may write to it
         new.__dict__["config"] = copy.deepcopy(module.config, memo)
     new.training = False
-    new._parameters.update({k: tensor(k, p, parameter) for k, p in module._parameters.items()})
-    new._buffers.update({k: tensor(k, b, lambda z: z) for k, b in module._buffers.items()})
-    new._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
-    for name, child in module._modules.items():
-        new._modules[name] = None if child is None else shadow(child, dtype, memo)
+    (parameters, buffers, children, unsaved), mine = module_state(module), module_state(new)
+    mine[0].update({k: tensor(k, p, parameter) for k, p in parameters.items()})
+    mine[1].update({k: tensor(k, b, lambda z: z) for k, b in buffers.items()})
+    mine[3].update(unsaved)
+    for name, child in children.items():
+        mine[2][name] = None if child is None else shadow(child, dtype, memo)
     return new
 
 
@@ -77,7 +79,7 @@ def runs_ours(block: nn.Module) -> bool:
     for module in block.modules():
         if plain_class(module) in SWAPS.values():
             return True
-        if is_decorated(module) and module.config._experts_implementation == NAME:
+        if is_decorated(module) and implementation_of(module) == NAME:
             return True
     return False
 

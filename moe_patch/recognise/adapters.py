@@ -11,6 +11,7 @@ from typing import Any
 from peft.tuners.lora import layer as peft
 from torch import Tensor
 
+from ..compat import DS_SHAPE, check_forward_args, swapped, why_no_adapters
 from ..notices import warn_once
 from ..ops.low_rank import LowRank, factors
 from .eligibility import stored_transposed
@@ -31,7 +32,7 @@ class ParamWrapper(Fused, peft.ParamWrapper):
             return own_forward(self, x, *args, **kwargs)
         if not (intact(self) and takes_low_rank(experts, x, *args)):
             return own_forward(self, x, *args)
-        self._check_forward_args(x, *args)
+        check_forward_args(self, x, *args)
         misfit = next(filter(None, (_why_not_fit(self, each, x) for each in adapters)), None)
         if misfit:
             warn_once(f"moe_patch leaves an adapter to PEFT: {misfit}.")
@@ -54,8 +55,8 @@ def _why_not_fit(wrapper: peft.ParamWrapper, adapter: str, x: Tensor) -> str | N
         return f"the factors of {adapter!r} on {name} are on {away}"
     a, b = (tuple(one.shape) for one in pair)
     weight = wrapper.get_param()
-    experts, *sides = getattr(weight, "ds_shape", weight.shape)  # partitioned by ZeRO-3: empty
-    wide, high = sides if not wrapper._did_swap_in_out_features else reversed(sides)
+    experts, *sides = getattr(weight, DS_SHAPE, weight.shape)  # partitioned by ZeRO-3: empty
+    wide, high = sides if not swapped(wrapper) else reversed(sides)
     if a[1] == wide and b[0] == high and a[0] == b[1] and not a[0] % experts:
         return None
     return (
@@ -71,8 +72,8 @@ def _low_rank(wrapper: peft.ParamWrapper, adapters: list[str]) -> LowRank:
         for name in adapters
     ]
     experts, weight = wrapper.get_base_layer(), wrapper.get_param()
-    crossed = stored_transposed(experts) == wrapper._did_swap_in_out_features
+    crossed = stored_transposed(experts) == swapped(wrapper)
     return factors(packed, wrapper.num_experts, weight.dtype, crossed)
 
 
-SWAPS = {peft.ParamWrapper: ParamWrapper} if hasattr(peft.ParamWrapper, "get_delta_factors") else {}
+SWAPS = {} if why_no_adapters() else {peft.ParamWrapper: ParamWrapper}

@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from transformers.integrations.moe import ExpertsInterface
 
 from .. import kernels, switch
+from ..compat import (
+    GATE,
+    HF_HOOK,
+    HOOKED,
+    IMPLEMENTATION,
+    INTERFACE,
+    ExpertsInterface,
+    FakeTensor,
+)
 from ..notices import say_unfused
 from ..ops.differentiable import why_not_kernels
 from ..ops.grouped import DTYPES
@@ -25,7 +32,7 @@ from .wrapped import is_dtensor, replaced_forward
 NAME = "moe_patch"
 """Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch.export traces
+_PLAIN = (Tensor, nn.Parameter, FakeTensor or Tensor)  # FakeTensor: while torch.export traces
 
 
 def is_decorated(module: nn.Module) -> bool:
@@ -36,23 +43,25 @@ def is_decorated(module: nn.Module) -> bool:
 @torch.compiler.assume_constant_result  # Dynamo cannot call what it has seen the cells of
 def dispatches(cls: type) -> bool:
     """Whether `cls.forward` is the dispatch that HF's decorator writes. An override is not."""
-    return isinstance(interface(cls), ExpertsInterface)
+    if ExpertsInterface is None or not isinstance(interface(cls), ExpertsInterface):
+        return False
+    return IMPLEMENTATION in cls.forward.__code__.co_names  # what `patch` stands in for
 
 
 @torch.compiler.assume_constant_result
-def interface(cls: type) -> ExpertsInterface | None:
+def interface(cls: type) -> Any:
     """Where the dispatch of a decorated class looks names up."""
     forward = getattr(cls, "forward", None)
     names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
     cells = dict(zip(names, getattr(forward, "__closure__", None) or ()))
-    found = cells.get("experts_interface")
+    found = cells.get(INTERFACE)
     return None if found is None else found.cell_contents
 
 
 def why_not_fused(experts: nn.Module) -> str | None:
     """None when `patch` can fuse these decorated experts, else the reason in one sentence."""
     # Tensor and expert parallelism replace forward by a closure that still calls the dispatch.
-    if replaced_forward(experts) and not getattr(experts, "_is_hooked", False):
+    if replaced_forward(experts) and not getattr(experts, HOOKED, False):
         return "the experts' forward was replaced on the instance: patch before that"
     return why_not_weights(experts) or why_not_form(experts)
 
@@ -63,7 +72,7 @@ def why_not_weights(experts: nn.Module) -> str | None:
     gate_up, down = getattr(experts, name, None), getattr(experts, "down_proj", None)
     if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
         return f"there are no {name} and down_proj tensors: only stacked weights can be fused"
-    if gate_up.is_meta and not hasattr(experts, "_hf_hook"):  # accelerate brings them when called
+    if gate_up.is_meta and not hasattr(experts, HF_HOOK):  # accelerate brings them when called
         return "the weights are on the meta device: patch after they are loaded"
     if is_dtensor(gate_up):  # local tensors by the time they are used, or HF's forward runs
         return None
@@ -103,6 +112,8 @@ def why_not_form(experts: nn.Module) -> str | None:
     """None when the kernels can do the class's products, whatever its weights, else the reason."""
     if normalises(experts) and not hasattr(experts, "post_expert_norm"):
         return "each expert normalises its output, and there is no post_expert_norm"
+    if has_gate(experts) and not hasattr(experts, GATE):
+        return f"the experts have no {GATE}, which this version of transformers calls otherwise"
     own = has_gate(experts) and has_own_gate(experts)
     if not own and getattr(experts, "act_fn", None) is None:
         return "the experts have no act_fn, which their gate is to call"

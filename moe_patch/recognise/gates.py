@@ -14,13 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 from transformers import activations
-from transformers.activations import SiLUActivation
-from transformers.integrations.moe import _default_apply_gate
 
 from .. import reference
 from ..activation import ACTS, FORMS, Activation
+from ..compat import GATE, GLOBAL_HOOKS, MODULE_HOOKS, default_gate
 from .original import replaced
 from .parts import has_gate
 
@@ -28,6 +26,8 @@ KNOWN = "_fused_activation"
 """Attribute of experts: a question (`_question`), and the fused activation that answers it."""
 
 SILU = "silu"
+
+_SILUS = (nn.SiLU, getattr(activations, "SiLUActivation", nn.SiLU))
 
 _FORWARDS = {
     cls: cls.forward
@@ -47,7 +47,8 @@ _WORDS = {
     "sigmoid", "silu", "tanh", "to", "torch",
 }  # fmt: skip
 """Names that the code of a gate may use besides numbers of its experts."""
-
+_HOOKS = tuple(zip(MODULE_HOOKS, GLOBAL_HOOKS or ()))
+"""Where hooks are: an attribute of a module, and the dictionary of those on all modules."""
 
 _MISSING = "missing"
 
@@ -57,7 +58,7 @@ def is_silu(act_fn: Any) -> bool:
     if act_fn is F.silu:
         return True
     cls = type(act_fn)
-    return (cls is SiLUActivation or cls is nn.SiLU) and is_plain(act_fn)
+    return cls in _SILUS and is_plain(act_fn)
 
 
 def is_plain(act_fn: Any) -> bool:
@@ -69,39 +70,33 @@ def is_plain(act_fn: Any) -> bool:
     own = act_fn.__dict__
     if type(act_fn).forward is not forward or "forward" in own:
         return False
-    found = (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or hooks._global_forward_hooks
-        or hooks._global_forward_pre_hooks
-        or hooks._global_backward_hooks
-        or hooks._global_backward_pre_hooks
-    )
-    return not found or all_of_deepspeed(act_fn)
-
-
-_KINDS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    if GLOBAL_HOOKS is None:
+        return False
+    for name, everywhere in _HOOKS:
+        if own[name] or everywhere:
+            return all_of_deepspeed(act_fn)
+    return True
 
 
 def all_of_deepspeed(module: nn.Module) -> bool:
     """Whether every hook is DeepSpeed's, which bring parameters and leave the numbers alone."""
     found = [
         hook
-        for kind in _KINDS
-        for each in (getattr(module, f"_{kind}"), getattr(hooks, f"_global_{kind}"))
+        for name, everywhere in _HOOKS
+        for each in (getattr(module, name), everywhere)
         for hook in each.values()
     ]
-    return all(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in found)
+    return GLOBAL_HOOKS is not None and all(
+        getattr(hook, "__module__", "").startswith("deepspeed.") for hook in found
+    )
 
 
 def activation_of(experts: nn.Module) -> str | None:
     """For `fused_experts`; None when no fused activation does what the experts' gate does."""
-    gate, act_fn = type(experts)._apply_gate, getattr(experts, "act_fn", None)
-    if "_apply_gate" in experts.__dict__:
+    gate, act_fn = getattr(type(experts), GATE, None), getattr(experts, "act_fn", None)
+    if gate is None or GATE in experts.__dict__:
         return None
-    if gate is _default_apply_gate and is_silu(act_fn) and pairing_of(experts) == FORMS[0]:
+    if gate is default_gate and is_silu(act_fn) and pairing_of(experts) == FORMS[0]:
         return SILU
     if act_fn is not None and not is_plain(act_fn):
         return None
@@ -117,7 +112,7 @@ def activation_of(experts: nn.Module) -> str | None:
 
 def has_own_gate(experts: nn.Module) -> bool:
     """Whether the gate is not act_fn(gate) * up, as HF's decorator provides it."""
-    return type(experts)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(experts)
+    return getattr(type(experts), GATE, None) is not default_gate or GATE in vars(experts)
 
 
 def pairing_of(experts: nn.Module) -> str:
@@ -153,10 +148,10 @@ def _words(gate: Any) -> list[str]:
 def _is_whole(question: Question, experts: nn.Module) -> bool:
     """Whether the gate can depend on nothing else."""
     gate, _, _, numbers = question
-    if gate is _default_apply_gate or not has_gate(experts):
+    if gate is default_gate or not has_gate(experts):
         return True
     code = getattr(gate, "__code__", None)
-    if code is None or code.co_freevars or [*replaced(type(experts), ["_apply_gate"])]:
+    if code is None or code.co_freevars or [*replaced(type(experts), [GATE])]:
         return False
     nested = any(isinstance(const, CodeType) for const in code.co_consts)
     return not nested and all(type(number) in (int, float, NoneType) for _, number in numbers)
@@ -179,7 +174,7 @@ def _ask(experts: nn.Module, question: Question) -> str | None:
     probe, ungated = _probe(limits, form), form == "ungated"
     try:
         with torch.no_grad():
-            answer = (experts.act_fn if ungated else experts._apply_gate)(probe.clone())
+            answer = (experts.act_fn if ungated else getattr(experts, GATE))(probe.clone())
     except Exception:  # whatever it needs, it is no function of gate and up alone
         return None
     if not isinstance(answer, Tensor) or answer.shape != (len(probe), 4 if ungated else 2):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..compat import GATE
 from ..ops.grouped import add_bias, expert_order, grouped_gemm
 from ..paths import ran
 
@@ -49,7 +50,7 @@ def up_name(experts: nn.Module) -> str:
 
 def gate(experts: nn.Module, rows: Tensor) -> Tensor:
     """The class's own activation of [S, N] rows of the first projection -> [S, I]."""
-    return experts._apply_gate(rows) if has_gate(experts) else experts.act_fn(rows)
+    return getattr(experts, GATE)(rows) if has_gate(experts) else experts.act_fn(rows)
 
 
 def normalises(experts: nn.Module) -> bool:

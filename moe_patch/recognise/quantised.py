@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.finegrained_fp8 import FP8Experts
 
+from ..compat import FP8Experts
 from ..formats.scaled import E4M3, SCALES
 from .gates import activation_of
 from .parts import up_name
@@ -17,7 +17,9 @@ from .parts import up_name
 
 def is_quantised(experts: nn.Module) -> bool:
     """Whether these are FP8Experts whose weights are still quantised."""
-    return isinstance(experts, FP8Experts) and experts.down_proj.element_size() == 1
+    if FP8Experts is None or not isinstance(experts, FP8Experts):
+        return False
+    return experts.down_proj.element_size() == 1
 
 
 def why_not(experts: nn.Module, up: Tensor, down: Tensor) -> str | None:

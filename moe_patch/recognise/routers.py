@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import reference
+from ..compat import OLD_INIT
 from ..ops.routing import select_experts
 from .eligibility import runs_fused
 from .original import Fused, intact, own_forward, replaced
@@ -231,9 +233,7 @@ def _new_class(cls: type[nn.Module], functions: tuple[Any, ...]) -> type[nn.Modu
 
 def rule_of(cls: type[nn.Module]) -> Rule | None:
     """The rule that a class of transformers follows, by what it computes."""
-    if not cls.__module__.startswith("transformers.models.") or why_not(cls):
-        return None
-    if not _reads_little(cls):
+    if why_not(cls) or why_unknown(cls):
         return None
     return next((rule for rule in RULES if _follows(cls, rule)), None)
 
@@ -243,19 +243,50 @@ def why_not(cls: type[nn.Module]) -> str | None:
     return next((sentence for _, sentence in replaced(cls, _methods(cls))), None)
 
 
-def _reads_little(cls: type[nn.Module]) -> bool:
-    """Whether its methods are functions of the input and of attributes that rules know."""
+def why_unknown(cls: type[nn.Module]) -> str | None:
+    """Why no rule is asked for a router's class: None where its methods are functions of the input
+    and of attributes that rules know, else the reason in one sentence."""
+    if not cls.__module__.startswith("transformers.models."):
+        return "only routers of transformers are recognised"
     codes = [method.__code__ for method in _methods(cls).values()]
     words = {word for code in codes for word in code.co_names}
-    nested = any(isinstance(const, CodeType) for code in codes for const in code.co_consts)
+    if "topk" not in words:
+        return "it does not choose experts by topk"
     known = set(_TORCH.split()) | set(_OWN) | _methods(cls).keys()
-    return "topk" in words and words <= known and not nested
+    if unknown := sorted(words - known):
+        more = f" and {len(unknown) - 3} more names" if len(unknown) > 3 else ""
+        return f"its code uses {', '.join(unknown[:3])}{more}, which no rule of moe_patch covers"
+    if any(isinstance(const, CodeType) for code in codes for const in code.co_consts):
+        return "its code has functions inside functions, which are not looked into"
+    return None
+
+
+def why_left(cls: type[nn.Module]) -> str | None:
+    """None for a router's class that is known to be fused, else the reason in one sentence."""
+    if issubclass(cls, Fused) or cls in SWAPS:
+        return None
+    return why_not(cls) or why_unknown(cls) or "no rule of moe_patch computes what it does"
+
+
+def is_router(name: str, module: nn.Module) -> bool:
+    """Whether the module with that name in a MoE block is, or feeds, its choice of experts."""
+    inline = plain_class(module) is nn.Linear and module.out_features > 1
+    own_name = name.rpartition(".")[2]
+    return is_router_class(plain_class(module)) or inline and own_name in ("gate", "router")
+
+
+def is_router_class(cls: type[nn.Module]) -> bool:
+    """Whether a class is a router, by its name."""
+    return _ROUTER.search(cls.__name__) is not None
+
+
+_ROUTER = re.compile(r"(Router|(?<!Forget)Gate)$")
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
     own = {name: value for name, value in vars(cls).items() if isinstance(value, FunctionType)}
     # DeepSpeed's zero.Init leaves a copy of __init__ behind
-    return {n: method for n, method in own.items() if n not in ("__init__", "_old_init")}
+    return {n: method for n, method in own.items() if n not in ("__init__", OLD_INIT)}
 
 
 def _follows(cls: type[nn.Module], rule: Rule) -> bool:

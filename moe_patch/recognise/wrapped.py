@@ -2,7 +2,7 @@
 
 torch's fully_shard and torch.nn.utils.parametrize give the module a class of their own, derived
 from the module's; transformers' plans put a forward on the instance, which calls the one that it
-found there; accelerate keeps the class's forward in `_old_forward`.
+found there; accelerate keeps the class's forward beside its own.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..compat import OLD_FORWARD, PLANNED_FORWARD
+
 _MADE = {"__dict__", "__weakref__"}  # of every class, by `type`
-_PLACES = ("forward", "_old_forward")
-_INNER = "original_forward"  # what transformers' plans call the forward that they found
+_PLACES = ("forward", OLD_FORWARD)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -51,7 +52,7 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 def replaced_forward(module: nn.Module) -> bool:
     """Whether the instance carries a forward of its own, so that its class's is not what runs."""
     own = vars(module)
-    held, _ = _held(module, _PLACES["_old_forward" in own])
+    held, _ = _held(module, _PLACES[OLD_FORWARD in own])
     return held is not None and getattr(held, "__func__", None) is not type(module).forward
 
 
@@ -78,7 +79,7 @@ def _held(module: nn.Module, name: str) -> tuple[Any, Callable[[Any], None]]:
 def _inner(forward: Any) -> Any:
     if not isinstance(forward, FunctionType):
         return None
-    return dict(zip(forward.__code__.co_freevars, forward.__closure__ or ())).get(_INNER)
+    return dict(zip(forward.__code__.co_freevars, forward.__closure__ or ())).get(PLANNED_FORWARD)
 
 
 def _is_wrapper(cls: type) -> bool:
