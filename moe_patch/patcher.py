@@ -159,14 +159,17 @@ def unpatch(model: nn.Module) -> None:
     """
     _check(model, "unpatch")
     with _patching:
-        classes = [(module, _own_class(name, module)) for name, module in model.named_modules()]
-        for module, cls in classes:
+        modules = list(model.named_modules())
+        for name, module in modules:
+            _own_class(name, module)  # or raises
+        for name, module in modules:
             if isinstance(vars(module).get("config"), ExpertsConfig):
                 module.config = module.config.original
-            if cls is not type(module):
+            # asked again: PEFT's own forward, in another thread, changes classes for its duration
+            if (cls := _own_class(name, module)) is not type(module):
                 set_class(module, cls)
             vars(module).pop(gates.KNOWN, None)
-        for module, _ in classes:
+        for _, module in modules:
             restore_default(module)
 
 
