@@ -352,6 +352,7 @@ def place(
     return expert, first, end, column
 
 
+@triton.jit
 def load_rows(rows, k0, K: tl.constexpr, TILE: tl.constexpr):
     """[BM, BK] from [BM, 1] row pointers whose columns are contiguous; zero past K."""
     k = k0 + tl.arange(0, TILE.bk)[None, :]
