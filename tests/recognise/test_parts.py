@@ -141,7 +141,9 @@ def test_hugging_face_s_results(family, device, dropped, ran):
 def test_the_law_holds_biases_included(family, dtype, device):
     # short of the clamps, at whose edge a rounding is a whole gradient (docs/parity.md)
     experts = build(family, device, std=0.15).to(dtype)
-    ways = () if dtype == torch.float32 else MANY  # in the interpreter these take a while
+    ways = () if dtype == torch.float32 else MANY
+    if device.type == "cpu":  # in the interpreter they take minutes: each is run with one family
+        ways = ways[[*FAMILIES].index(family) :: len(FAMILIES)]
     rows, _ = Comparison(experts).rows(70, backward=True, seed=0, ways=ways)
     assert all(row.passed for row in rows), rows
     names = {row.tensor for row in rows}
