@@ -130,9 +130,9 @@ def test_patch_and_generate_refuses_what_is_no_checkpoint(tmp_path, capsys):
 
 
 def test_check_parity_is_the_command(use, capsys, monkeypatch):
-    import moe_patch.__main__ as command_line
+    from moe_patch.commands import running
 
-    monkeypatch.setattr(command_line, "_device", lambda: "cpu")
+    monkeypatch.setattr(running, "device", lambda: "cpu")
     example = load("check_parity")
     assert example.main(["--shape", "tiny_qwen3", "--tokens", "64", "--dtype", "fp32"]) == 0
     assert "parity passed" in capsys.readouterr().out
