@@ -12,7 +12,8 @@ batches. Checked, with exit code 1 if it does not hold:
 - all curves go down; the patched model, saved and loaded again with `moe_patch.enabled()`, writes
   the same text patched and not.
 
-Writes one picture of the curves, smoothed over a tenth of the steps. Without a GPU the kernels run in Triton's interpreter.
+Writes one picture of the curves, smoothed over a tenth of the steps. Without a GPU the kernels run
+in Triton's interpreter, for about two minutes.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=int, default=64 if big else 24, help="bytes to generate")
     add("--out", type=Path, default=Path("out/train_tiny.png"), help="the picture")
     add("--json", type=Path, help="write all losses there")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.bytes is not None and options.bytes <= options.length:
+        parser.error(f"--bytes {options.bytes} are no more than a sequence of --length: use more")
+    return options
 
 
 def standard_library() -> torch.Tensor:
@@ -236,9 +240,7 @@ def proved(results: Sequence[Result], bound: float) -> str:
     else:
         far = max(max(map(max, r.distances(OURS))) for r in results)
         same = f"are Hugging Face's at every step, within {far:.0e} nats"
-    return (
-        f"Shown: patched models learn, and from the same weights and batches their losses {same}."
-    )
+    return f"Shown: patched models learn; from the same weights and batches their losses {same}."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -195,7 +195,7 @@ def test_the_middle_panel_is_relative_to_hugging_faces_default():
         panel, lines = drawn(default)
         assert lines[OURS] == [0.25, 0.25] and lines[default] == [1, 1]
         assert lines["HF eager"] == [4] and lines["limit"] == [1 / 8, 1 / 512]
-        assert panel.get_ylabel() == f"ms / ms of {default}" and panel.get_yscale() == "log"
+        assert panel.get_ylabel() == f"time relative to {default}" and panel.get_yscale() == "log"
         assert [text.get_text() for text in panel.texts] == ["4.0 x", "4.0 x"]
     panel, lines = drawn("HF batched_mm")
     assert "was not timed" in panel.get_ylabel() and not any(lines.values())

@@ -36,7 +36,7 @@ def figure(timings: Sequence[Timing]) -> Figure:
 
     groups = dict.fromkeys(map(key, timings))
     colors = {name: f"C{i}" for i, name in enumerate(_names(timings))}
-    drawing = Figure(figsize=(16, 4 * len(groups)), layout="constrained")
+    drawing = Figure(figsize=(14, 3.5 * len(groups)), layout="constrained")
     grid = drawing.subplots(len(groups), 3, squeeze=False)
     for group, panels in zip(groups, grid):
         rows = [t for t in timings if key(t) == group]
@@ -56,8 +56,8 @@ def figure(timings: Sequence[Timing]) -> Figure:
                 tokens = sorted(values)
                 panel.plot(tokens, [values[n] for n in tokens], label=name, **style)
             if name == OURS:
-                _say_how_fast(panels[1], relative)
-        unit = f"ms / ms of {base}" if base else "Hugging Face's default was not timed"
+                _say_how_fast(panels[1], relative, colors[name])
+        unit = f"time relative to {base}" if base else "Hugging Face's default was not timed"
         ticks = sorted(limits)
         for panel, what in zip(panels, ("ms", unit, "TFLOP/s")):
             panel.set_xscale("log", base=2)
@@ -70,12 +70,12 @@ def figure(timings: Sequence[Timing]) -> Figure:
     return drawing
 
 
-def _say_how_fast(panel: Axes, relative: dict[int, float]) -> None:
-    """Writes how many times as fast as the default beneath each point of ours."""
+def _say_how_fast(panel: Axes, relative: dict[int, float], color: str) -> None:
+    """Writes how many times as fast as the default above each point of ours."""
     for tokens, share in relative.items():
         panel.annotate(
-            f"{1 / share:.1f} x", (tokens, share), (0, -12), textcoords="offset points",
-            ha="center", fontsize="small",
+            f"{1 / share:.1f} x", (tokens, share), (0, 5), textcoords="offset points",
+            ha="center", fontsize="small", color=color,
         )  # fmt: skip
 
 
