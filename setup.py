@@ -49,6 +49,7 @@ setup(
     packages=[
         "moe_patch",
         "moe_patch.bench",
+        "moe_patch.commands",
         "moe_patch.formats",
         "moe_patch.kernels",
         "moe_patch.kernels.hopper",

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, both_families, tiny_model
 from transformers.utils import logging
 
-import moe_patch.__main__ as command_line
 from moe_patch import checkpoint
 from moe_patch.__main__ import main
+from moe_patch.commands import running
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -54,7 +54,7 @@ def refusal(folder) -> str:
 @pytest.fixture
 def command(monkeypatch, use, capsys):
     """Runs `parity FOLDER`; (exit code, stdout, stderr)."""
-    monkeypatch.setattr(command_line, "_device", lambda: "cpu")
+    monkeypatch.setattr(running, "device", lambda: "cpu")
 
     def call(folder, *more):
         code = main(["parity", str(folder), "--tokens", "8", "--forward-only", *more])

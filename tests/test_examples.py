@@ -61,6 +61,8 @@ def test_train_tiny_with_real_kernels(family, tmp_path, capsys):
     out = capsys.readouterr().out
     assert code == 0, out
     assert "fused 1 of 1 MoE blocks" in out and "the same text" in out
+    assert out.count("Shown: patched models learn") == 1 and "Not shown" not in out
+    assert max(map(len, out.splitlines())) <= 80 and "\u2026" not in out  # nothing is cut
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -68,7 +70,14 @@ def test_train_tiny_notices_another_curve(use, tmp_path, capsys):
     use(lambda *args, **on: honest(*args, **on) * 0.9)
     line = f"{SMALL} --bound 1e-4 --family qwen3_moe --out {tmp_path / 'curves.png'}"
     assert load("train_tiny").main(line.split()) == 1
-    assert "NO" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "NO" in out and "Not shown: the lines with NO" in out
+
+
+def test_train_tiny_smooths_over_the_last_steps():
+    smoothed = load("train_tiny").smoothed
+    assert smoothed([4.0, 2.0, 3.0, 1.0], 2) == [4.0, 3.0, 2.5, 2.0]
+    assert smoothed([4.0, 2.0], 1) == [4.0, 2.0]
 
 
 def test_train_tiny_judges_bound_slope_and_text():
@@ -103,6 +112,12 @@ def test_train_tiny_reads_the_standard_library():
     one, two = example.batches(text, options), example.batches(text, options)
     assert [tuple(batch.shape) for batch in one] == [(2, 8)] * 3
     assert all(torch.equal(a, b) for a, b in zip(one, two)) and not torch.equal(one[0], one[1])
+    few = example.parse(["--steps", "40", "--length", "8", "--bytes", "10"])
+    found = {bytes(row.tolist()) for batch in example.batches(text, few) for row in batch}
+    first = bytes(text[:9].tolist())
+    assert found == {first[:8], first[1:]}
+    with pytest.raises(SystemExit):
+        example.parse(["--bytes", "8", "--length", "8"])
 
 
 @pytest.fixture
@@ -138,9 +153,9 @@ def test_patch_and_generate_refuses_what_is_no_checkpoint(tmp_path, capsys):
 
 
 def test_check_parity_is_the_command(use, capsys, monkeypatch):
-    import moe_patch.__main__ as command_line
+    from moe_patch.commands import running
 
-    monkeypatch.setattr(command_line, "_device", lambda: "cpu")
+    monkeypatch.setattr(running, "device", lambda: "cpu")
     example = load("check_parity")
     assert example.main(["--shape", "tiny_qwen3", "--tokens", "64", "--dtype", "fp32"]) == 0
     assert "parity passed" in capsys.readouterr().out

@@ -23,7 +23,7 @@ FOLDERS = {"moe_patch", "models", "tests", "examples", "docs", ".ci"}
 FLOORS = tuple(
     tuple(floor.split())
     for floor in (
-        "version starting notices compat switch output shapes checkpoint",
+        "version starting notices compat switch output shapes checkpoint usage",
         "order activation precision paths",
         "formats formats.scaled",
         "reference",
@@ -43,9 +43,10 @@ FLOORS = tuple(
         """parity.law parity.report parity.emulate parity.shadow parity.passes parity.router
         parity.truth parity.block parity.compare parity.check parity""",
         "__init__",
-        """bench bench.scaling bench.block bench.lora bench.families bench.fp8 bench.model
-        bench.distributed bench.tables bench.cli""",
+        """bench bench.timing bench.kind bench.block bench.lora bench.families bench.fp8 bench.model
+        bench.distributed bench.scaling bench.picture""",
         "tune",
+        "commands commands.running commands.env commands.parity commands.bench commands.tune",
         "__main__",
     )
 )
@@ -62,6 +63,7 @@ ARROWS = {
     "output": set(),
     "shapes": set(),
     "checkpoint": {"shapes"},
+    "usage": {"shapes"},
     "order": set(),
     "activation": set(),
     "precision": {"compat"},
@@ -89,13 +91,14 @@ ARROWS = {
     "__init__": {"fp8", "ops", "parity", "patcher", "pretrained", "starting", "version"},
     "bench": {
         "compat", "environment", "formats", "ops", "output", "parity", "patcher", "recognise",
-        "reference", "shapes",
+        "reference", "shapes", "usage",
     },
     "tune": {"bench", "kernels", "kernels.*", "order", "shapes"},
-    "__main__": {
+    "commands": {
         "bench", "checkpoint", "environment", "kernels", "kernels.*", "models", "output", "parity",
-        "shapes", "switch", "tune",
+        "shapes", "switch", "tune", "usage",
     },
+    "__main__": {"commands", "usage", "version"},
 }  # fmt: skip
 # A module or a room. Not in this table: any declared dependency (test_packaging).
 THIRD_PARTY = {

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import moe_patch.__main__ as command_line
+from moe_patch import environment, switch
+from moe_patch.__main__ import main
 from moe_patch.switch import OFF, ON, is_on
 
 
@@ -32,19 +33,19 @@ def test_another_value_is_refused_by_name(word):
 
 
 def test_commands_name_the_value(capsys, monkeypatch):
-    monkeypatch.setattr(command_line, "ENABLED", False)
-    monkeypatch.setattr(command_line.environment, "table", str)
+    monkeypatch.setattr(switch, "ENABLED", False)
+    monkeypatch.setattr(environment, "table", str)
     monkeypatch.setenv("MOE_PATCH", "off")
-    assert command_line.main(["env"]) == 0
+    assert main(["env"]) == 0
     assert "run Hugging Face's own forward (MOE_PATCH=off)" in capsys.readouterr().out
-    assert command_line.main(["parity"]) == 2
+    assert main(["parity"]) == 2
     assert "MOE_PATCH=off is set" in capsys.readouterr().err
 
 
 def test_an_empty_value_is_not_set(capsys, monkeypatch):
-    monkeypatch.setattr(command_line.environment, "table", str)
+    monkeypatch.setattr(environment, "table", str)
     monkeypatch.setenv("MOE_PATCH", "")
-    assert command_line.main(["env"]) == 0
+    assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if line.startswith("MOE_PATCH"))
     assert line.endswith("not set")

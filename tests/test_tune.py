@@ -8,8 +8,9 @@ import os
 import pytest
 import torch
 
-import moe_patch.__main__ as command_line
-from moe_patch import tune
+from moe_patch import kernels, tune
+from moe_patch.__main__ import main
+from moe_patch.commands import running
 from moe_patch.kernels import table, tiles
 from moe_patch.shapes import find
 
@@ -24,8 +25,8 @@ def interpreted(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_PATCH_CACHE", str(tmp_path))
     monkeypatch.setattr(tiles, "card", lambda device: ("A card", "sm_90"))
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # its state is global: one thread
-    monkeypatch.setattr(command_line, "_device", lambda: "cuda")
-    monkeypatch.setattr(command_line.kernels, "why_not", lambda kind: None)
+    monkeypatch.setattr(running, "device", lambda: "cuda")
+    monkeypatch.setattr(kernels, "why_not", lambda kind: None)
     few = tune.candidates
     monkeypatch.setattr(tune, "candidates", lambda *a: [a[1], *few(*a)[-2:]])
     monkeypatch.setattr(tune, "times", lambda calls, n: {t: 1 / i for i, t in enumerate(calls, 1)})
@@ -37,7 +38,7 @@ def interpreted(tmp_path, monkeypatch):
 def run(capsys, *arguments):
     """(exit code, stdout, stderr)"""
     try:
-        code = command_line.main(["tune", *arguments])
+        code = main(["tune", *arguments])
     except SystemExit as stop:
         code = stop.code
     return code, *capsys.readouterr()
@@ -163,7 +164,7 @@ def test_output_file(capsys, interpreted, tmp_path):
     ],
 )
 def test_refusals(capsys, monkeypatch, line, words):
-    monkeypatch.setattr(command_line, "_device", lambda: "cpu")
+    monkeypatch.setattr(running, "device", lambda: "cpu")
     code, out, err = run(capsys, *line.split())
     assert code == 2 and not out and words in err
 

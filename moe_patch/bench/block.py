@@ -1,35 +1,33 @@
-"""Side-by-side times of one block: ours against Hugging Face's own implementations.
-
-Interleaved rounds in one process, CUDA events, the L2 cache overwritten before every call.
-"""
+"""bench block: one block, ours against Hugging Face's own implementations."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
-import re
+import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
+from rich.table import Table
 from torch import nn
 
 from ..parity import ParityReport, check_parity
 from ..parity.shadow import hugging_face, implementations, shadow
 from ..patcher import patch
 from ..shapes import Shape, build, find
+from ..usage import DTYPES, add_dtype, add_shape, add_tokens
+from .kind import Flags, Run, Timed, add_files
+from .timing import OURS, Call, Spread, free, need_gpu, ready, rounds, short_of, times
 
+TOKENS = (1, 64, 1024, 4096)
 MODES = ("forward", "backward")
 EAGER_TOKENS = {"forward": 16384, "backward": 4096}
 """Above these, Hugging Face's eager and dense code is left out: too slow, or out of memory."""
 BATCHED_TOKENS = 64
 """batched_mm copies the weights of every slot: it is for decoding."""
-OURS = "moe_patch"
-
-Call = Callable[[], None]
-Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -88,23 +86,17 @@ def ceilings(dtype: torch.dtype) -> Ceilings:
     n = 8192
     a, b = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))
     product = torch.empty_like(a)
-    matmul_ms = _median_ms(lambda: torch.matmul(a, b, out=product))
+    matmul_ms = _warm_ms(lambda: torch.matmul(a, b, out=product))
     size = min(1 << 31, torch.cuda.mem_get_info()[0] // 4)
     source = torch.zeros(size, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
-    copy_ms = _median_ms(lambda: target.copy_(source))
+    copy_ms = _warm_ms(lambda: target.copy_(source))
     return Ceilings(str(dtype)[6:], 2 * n**3 / matmul_ms / 1e9, 2 * size / copy_ms / 1e9)
 
 
-def _median_ms(call: Callable[[], object], *, warm_up: int = 5, count: int = 20) -> float:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(warm_up + count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    every = [begin.elapsed_time(end) for begin, end in zip(events, events[1:])]
-    return statistics.median(every[warm_up:])
+def _warm_ms(call: Call, *, warm_up: int = 5, count: int = 20) -> float:
+    """The median of calls right behind each other."""
+    return statistics.median(rounds({"": call}, warm_up + count, cold=False)[""][warm_up:])
 
 
 def contenders(
@@ -162,76 +154,6 @@ def _output(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def captured(call: Call) -> Call:
-    """The replay of a CUDA graph of the call.
-
-    Raises:
-        RuntimeError: it waits for the GPU. Found out before the capture, because a capture that
-            fails leaves torch's random state and allocator capturing.
-    """
-    stream, before = torch.cuda.Stream(), torch.cuda.get_sync_debug_mode()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-        call()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def ready(calls: dict[str, Call], *, graph: bool) -> tuple[dict[str, Call], dict[str, str]]:
-    """Calls each once, and captures it if `graph`.
-
-    Returns:
-        the calls that work; why each of Hugging Face's others does not. Ours has to.
-    """
-    working, failed = {}, {}
-    for name, call in calls.items():
-        try:
-            call()
-            working[name] = captured(call) if graph else call
-        except RuntimeError as error:
-            if name == OURS:
-                raise
-            oom = isinstance(error, torch.OutOfMemoryError)
-            failed[name] = short_of(error) if oom else first_line(error)
-        if name in failed:  # out here, so that the error and what it holds is gone
-            free()
-    return working, failed
-
-
-def rounds(calls: dict[Name, Callable[[], object]], count: int) -> dict[Name, list[float]]:
-    """Milliseconds of every call, `count` times in turn, the L2 cache overwritten before each.
-
-    Launches run ahead of the GPU, as in a model: the host is waited for only when slower.
-    """
-    cache = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
-    pairs: dict[Name, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-    for _ in range(count):
-        for name, call in calls.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            cache.zero_()
-            begin.record()
-            call()
-            end.record()
-            pairs[name].append((begin, end))
-    torch.cuda.synchronize()
-    return {n: [begin.elapsed_time(end) for begin, end in every] for n, every in pairs.items()}
-
-
-def times(calls: dict[str, Call], *, budget_ms: float) -> dict[str, list[float]]:
-    """Milliseconds of every call, over interleaved rounds that take about `budget_ms` in all."""
-    per_round = sum(max(every) for every in rounds(calls, 2).values())
-    return rounds(calls, min(200, max(10, int(budget_ms / per_round))))
-
-
 def bench(
     shape: str,
     tokens: int,
@@ -256,8 +178,7 @@ def bench(
         RuntimeError: there is no GPU.
         ValueError: an unknown shape or mode, or graphs of a backward.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("bench needs a GPU: times of Triton's interpreter would mean nothing")
+    need_gpu()
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}: use {' or '.join(MODES)}")
     if graph and mode == "backward":
@@ -289,44 +210,114 @@ def bench(
         kept = {name: memory(blocks[name], x, d_out) for name in calls if backward}
     except torch.OutOfMemoryError as error:
         return Result([], None, [f"{row}: skipped, {short_of(error, stage)}"])
-    flops, ours = size.flops(tokens, backward=backward), statistics.median(taken[OURS])
-    timings = []
-    for name, every in taken.items():
-        ms, deciles = statistics.median(every), statistics.quantiles(every, n=10)
-        timings.append(
-            Timing(
-                shape,
-                tokens,
-                str(dtype)[6:],
-                label,
-                name,
-                ms,
-                deciles[0],
-                deciles[-1],
-                flops / ms / 1e9,
-                ms / ours,
-                limit_ms,
-                *kept.get(name, ()),
-            )  # fmt: skip
-        )
+    flops = size.flops(tokens, backward=backward)
+    timings = packed((shape, tokens, str(dtype)[6:], label), taken, flops, limit_ms, kept)
     return Result(timings, report, [f"{row}: {n} left out, {why}" for n, why in failed.items()])
 
 
-def short_of(error: BaseException, what: str = "it") -> str:
-    """What did not fit, in words from torch's OutOfMemoryError."""
-    found = re.search(
-        r"Tried to allocate ([\d.]+ \w+).*?of which ([\d.]+ \w+) is free", str(error), re.S
-    )
-    amounts = f"{found[1]} more asked for, {found[2]} free" if found else first_line(error)
-    return f"the GPU has too little memory for {what} ({amounts})"
+def packed(
+    about: tuple[str, int, str, str], taken: dict[str, Spread], flops: float, limit_ms: float,
+    memory: dict[str, tuple[float, float]],
+) -> list[Timing]:  # fmt: skip
+    """A row for each implementation; `about`: shape, tokens, dtype and mode."""
+    return [
+        Timing(
+            *about, name, **vars(spread), tflops=flops / spread.ms / 1e9,
+            speedup=spread.ms / taken[OURS].ms, limit_ms=limit_ms,
+            **dict(zip(("kept_mb", "peak_mb"), memory.get(name, ()))),
+        )
+        for name, spread in taken.items()
+    ]  # fmt: skip
 
 
-def first_line(error: BaseException) -> str:
-    """Of its message; its class's name when there is none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def timing_tables(timings: Iterable[Timing]) -> Iterable[Table]:
+    """One for each shape, dtype, mode and number of tokens; a line an implementation."""
+    for key, group in itertools.groupby(
+        timings, lambda t: (t.shape, t.dtype, t.mode, t.tokens, t.limit_ms)
+    ):
+        with_memory = key[2].startswith("backward")
+        header = ["", "ms", "p10 to p90", "TFLOP/s", "x limit"]
+        header += ["kept MB", "peak MB"] * with_memory
+        table = Table(
+            *header,
+            f"{OURS} is",
+            title="{}, {}, {}, {} tokens; limit {:.3f} ms".format(*key),
+            title_justify="left",
+        )
+        for t in group:
+            cells = [t.implementation, f"{t.ms:.3f}", f"{t.p10:.3f} to {t.p90:.3f}"]
+            cells += [f"{t.tflops:.0f}", f"{t.ms / t.limit_ms:.2f}"]
+            cells += [f"{t.kept_mb:.1f}", f"{t.peak_mb:.1f}"] if with_memory else []
+            cells.append("" if t.implementation == OURS else f"{t.speedup:.2f} x as fast")
+            table.add_row(*cells)
+        yield table
 
 
-def free() -> None:
-    """Gives back what is no longer in use, reference cycles too."""
-    gc.collect()
-    torch.cuda.empty_cache()
+class Block(Timed):
+    """`bench block`, and what `bench` times when it is told no kind."""
+
+    name = "block"
+    help = "one block: its forward, and its forward and backward"
+    about = "Every row comes after its parity check. `bench fp8` has the rows in FP8."
+
+    def arguments(self, flag: Flags, old: bool) -> None:
+        add_shape(flag, "qwen3_30b llama4_scout")
+        add_tokens(flag, TOKENS)
+        add_dtype(flag, "bf16", ["fp8"] if old else [])
+        text = "of forward, backward (both passes, all gradients); default: both; --graph: forward"
+        flag("--mode", nargs="+", choices=MODES, metavar="NAME", help=text)
+        flag("--graph", action="store_true", help="time CUDA graphs: no launches in the way")
+        flag("--no-eager", action="store_true", help="leave out HF's slow loop")
+        flag("--no-compile", action="store_true", help="leave out HF under torch.compile")
+        add_files(flag, png=True)
+
+    def refuse(self, options: argparse.Namespace) -> None:
+        for name in options.shape:
+            find(name)
+        if options.graph and "backward" in (options.mode or ()):
+            raise ValueError("--graph times the forward only: leave out --mode backward")
+
+    def measure(self, run: Run) -> ParityReport | None:
+        options = run.options
+        names = options.shape or ["qwen3_30b", "llama4_scout"]
+        modes = options.mode or (["forward"] if options.graph else MODES)
+        dtypes = [DTYPES[name] for name in options.dtype or ["bf16"]]
+        todo = [*itertools.product(names, dtypes, modes, options.tokens or TOKENS)]
+        for name, dtype, mode, tokens in run.each(todo, _label):
+            result = bench(
+                name,
+                tokens,
+                mode=mode,
+                dtype=dtype,
+                eager=not options.no_eager,
+                compiled=not options.no_compile,
+                graph=options.graph,
+            )
+            if not take(run, result):
+                return result.report
+        run.ceilings += ceilings_of(run.rows)
+        return None
+
+    tables = staticmethod(timing_tables)
+
+
+def _label(row: tuple[str, torch.dtype, str, int]) -> str:
+    name, dtype, mode, tokens = row
+    return f"{name} {str(dtype)[6:]} {mode} {tokens}"
+
+
+def take(run: Run, result: Result) -> bool:
+    """Adds what a row gave; False when its parity fails."""
+    if result.report and not result.report.passed:
+        return False
+    run.rows += result.timings
+    run.notes += result.notes
+    return True
+
+
+def ceilings_of(timings: Iterable[Timing]) -> list[Ceilings]:
+    """The card's, once for each dtype of these rows."""
+    return [*map(ceilings, dict.fromkeys(getattr(torch, t.dtype) for t in timings))]
+
+
+KIND = Block()

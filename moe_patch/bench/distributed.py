@@ -1,17 +1,18 @@
-"""Expert parallelism and FSDP2 over the ranks that torchrun started: patched against unpatched."""
+"""bench distributed: expert parallelism and FSDP2 on torchrun's ranks, patched or not."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import transformers
+from rich.table import Table
 from torch import Tensor, distributed, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -21,7 +22,10 @@ from ..parity.law import Row, judge
 from ..patcher import patch, unpatch
 from ..recognise.wrapped import hooked_by_plan, is_dtensor
 from ..reference import fused_experts
-from ..shapes import Shape, building, model_config
+from ..shapes import Shape, building, find, model_config
+from ..usage import add_shape, add_tokens
+from .kind import Flags, Run, Timed, add_files, add_layers, check_layers
+from .timing import seconds
 
 NEWEST = hasattr(DistributedConfig, "efsdp_size")  # transformers with `ep_size`
 TOKENS, LAYERS, ROUNDS = 8192, 2, 3
@@ -352,12 +356,7 @@ def _ms(call: Callable[[], object], budget_ms: float = 300.0) -> float:
     count, first = 1, 0.0
     for _ in range(2):
         distributed.barrier()
-        _wait()
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        _wait()
-        first = 1e3 * (time.perf_counter() - begin) / count
+        first = 1e3 * seconds(call, count=count, wait=_wait)
         slowest = torch.tensor(first, device=_device())
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
         first = slowest.item()
@@ -414,3 +413,85 @@ def start() -> torch.device:
     torch.cuda.set_device(device)
     distributed.init_process_group("nccl", device_id=device)
     return device
+
+
+def distributed_table(rows: Sequence[Measured]) -> Iterable[Table]:
+    """A line a task, patched beside Hugging Face's."""
+    header = ("", "HF ms", "patched ms", "HF tokens/s", "patched tokens/s", "patched is")
+    first = rows[0]
+    title = f"{first.shape}, {first.ranks} ranks, {first.tokens} tokens each, {first.transformers}"
+    table = Table(*header, title=title, title_justify="left")
+    for r in rows:
+        if r.hf_ms is None:
+            table.add_row(r.task, "", f"{r.ms:.3f}", "", "", f"{r.gb_s:.0f} GB/s")
+            continue
+        cells = [f"{r.task}, {r.layers} layers", f"{r.hf_ms:.3f}", f"{r.ms:.3f}"]
+        cells += [f"{r.hf_tokens_s:.4g}", f"{r.tokens_s:.4g}", f"{r.speedup:.2f} x as fast"]
+        table.add_row(*cells)
+    yield table
+
+
+class Distributed(Timed):
+    """`bench distributed`."""
+
+    name = "distributed"
+    help = "expert parallelism and FSDP2, on the ranks that torchrun starts"
+    about = "torchrun --nproc-per-node 2 -m moe_patch bench distributed ..."
+    switch, does = "--distributed", "times a model over ranks"
+
+    def arguments(self, flag: Flags, old: bool) -> None:
+        add_shape(flag, "qwen3_30b; one, of Qwen3-MoE")
+        add_tokens(flag, [TOKENS])
+        add_layers(flag, str(LAYERS))
+        add_files(flag)
+        if old:
+            flag("--distributed", action="store_true")
+
+    def chosen(self, options: argparse.Namespace) -> bool:
+        return options.distributed
+
+    def refuse(self, options: argparse.Namespace) -> None:
+        check_layers(options.layers)
+        for name in options.shape:
+            find(name)
+        if len(options.shape) > 1 or len(options.tokens or ()) > 1:
+            raise ValueError("--distributed takes one --shape and one number of --tokens")
+        if options.shape and find(options.shape[0]).family != "qwen3_moe":
+            raise ValueError(f"--distributed is of Qwen3-MoE, and {options.shape[0]} is not")
+        if "RANK" not in os.environ:
+            raise ValueError(
+                "--distributed needs ranks: torchrun --nproc-per-node 2 -m moe_patch bench "
+                "distributed"
+            )
+
+    def measure(self, run: Run) -> ParityReport | None:
+        options = run.options
+        name = options.shape[0] if options.shape else "qwen3_30b"
+        device = start()
+        measured = measure(
+            find(name),
+            name,
+            tokens=(options.tokens or [TOKENS])[0],
+            layers=options.layers or LAYERS,
+            device=device,
+        )
+
+        def label(row: Measured | ParityReport) -> str:
+            return getattr(row, "task", name)
+
+        for row in run.each(measured, label, total=len(TASKS), first=f"{name}: parity"):
+            if isinstance(row, ParityReport):
+                return row
+            run.rows.append(row)
+            if not self.silent(options):
+                run.keep()
+        distributed.destroy_process_group()
+        return None
+
+    tables = staticmethod(distributed_table)
+
+    def silent(self, options: argparse.Namespace) -> bool:
+        return os.environ["RANK"] != "0"
+
+
+KIND = Distributed()

@@ -1,4 +1,4 @@
-"""Times of every family's experts at a published model's size, against HF's default.
+"""bench families: every family's experts at a published model's size, against HF's default.
 
 The experts alone, with random routing, bfloat16: the sanity check that no family gets slower.
 Parity is judged before, on eight of the experts.
@@ -6,17 +6,23 @@ Parity is judged before, on eight of the experts.
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from rich.table import Table
 from torch import nn
 
 from .. import environment
 from ..parity import ParityReport, check_parity
 from ..parity.shadow import hugging_face, implementations, logical, projections, shadow
 from ..patcher import patch
-from .block import MODES, OURS, free, short_of, step, times
+from ..usage import UsageError, add_tokens
+from .block import MODES, step
+from .kind import Flags, Run, Timed, add_files
+from .timing import OURS, free, need_gpu, short_of, times
 
 TOKENS = (1, 64, 4096)
 HF = "HF"  # grouped_mm, where it can
@@ -90,8 +96,8 @@ def bench_family(
     Raises:
         RuntimeError: there is no GPU.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("bench needs a GPU: times of Triton's interpreter would mean nothing")
+    if device == "cuda":
+        need_gpu()
     free()
     experts, top_k = sized(one)
     if experts is None or top_k is None:
@@ -156,7 +162,7 @@ def _time(
     for call in calls.values():
         call()
     taken = times(calls, budget_ms=budget_ms)
-    ms, hf_ms = (statistics.median(taken[name]) for name in (OURS, HF))
+    ms, hf_ms = (taken[name].ms for name in (OURS, HF))
     size = f"{hidden}, {inner}, {num_experts}, {top_k}"
     checkpoint = PUBLISHED.get(one.experts, ("default configuration",))[0]
     about = one.family, one.experts, checkpoint, size, tokens, mode
@@ -166,3 +172,58 @@ def _time(
 def _top_k(config: object) -> int | None:
     found = (getattr(config, name, None) for name in _TOP_K)
     return next((int(k) for k in found if isinstance(k, int) and k > 0), None)
+
+
+def family_table(timings: Sequence[FamilyTiming]) -> Iterable[Table]:
+    """A line a family: how many times as fast as Hugging Face's default."""
+    columns = list(dict.fromkeys((t.mode, t.tokens) for t in timings))
+    header = (f"{mode} {tokens}" for mode, tokens in columns)
+    table = Table("family", "H, I, E, K", *header, title="x as fast as grouped_mm")
+    for (family, size), group in itertools.groupby(timings, lambda t: (t.family, t.size)):
+        found = {(t.mode, t.tokens): f"{t.speedup:.2f}" for t in group}
+        table.add_row(family, size, *(found.get(column, "") for column in columns))
+    yield table
+
+
+class Families(Timed):
+    """`bench families`."""
+
+    name = "families"
+    help = "every family's experts at a published size"
+    about = "A family whose parity fails has no times, stops no other, and makes the exit code 1."
+    switch, does = "--families", "times experts of all families"
+
+    def arguments(self, flag: Flags, old: bool) -> None:
+        names = "--families" if old else "families"
+        flag(names, metavar="NAME", nargs="*", help="default: all that are fused")
+        add_tokens(flag, TOKENS)
+        add_files(flag)
+
+    def chosen(self, options: argparse.Namespace) -> bool:
+        return options.families is not None
+
+    def measure(self, run: Run) -> None:
+        options, every = run.options, rows()
+        wanted = set(options.families)
+        unknown = wanted - {one.family for one in every}
+        if unknown:
+            known = ", ".join(sorted({one.family for one in every}))
+            missing = ", ".join(sorted(unknown))
+            raise UsageError(f"no fused family is called {missing}: there are {known}")
+        todo = [one for one in every if not wanted or one.family in wanted]
+        tokens = tuple(options.tokens or TOKENS)
+        for one in run.each(todo, lambda one: one.family):
+            found = bench_family(one, tokens)
+            if isinstance(found, ParityReport):
+                run.failed.append(found)
+                run.notes.append(f"{one.family}: no times, {found.verdict}")
+            elif isinstance(found, str):
+                run.notes.append(found)
+            else:
+                run.rows += found
+            run.keep()
+
+    tables = staticmethod(family_table)
+
+
+KIND = Families()

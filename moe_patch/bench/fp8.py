@@ -1,15 +1,16 @@
-"""Times of FP8 with block scales: a MoE's experts, grouped GEMMs, DeepSeek-V3's layer on one rank.
+"""bench fp8: FP8 with block scales. Experts, grouped GEMMs, DeepSeek-V3's layer on one rank.
 
 Each row's figures come after its parity: of the same build, on the same tensors, against float64.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from .. import reference, shapes
@@ -18,7 +19,9 @@ from ..formats.scaled import E4M3
 from ..ops import fp8
 from ..ops.experts import fused_experts
 from ..parity import ParityReport, Section, emulate, environment, law
-from .block import OURS, free, times
+from ..usage import add_dtype, add_shape, add_tokens
+from .kind import Flags, Run, Timed, add_files
+from .timing import OURS, free, times
 
 CONTIGUOUS = [(4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 7168, 2048)]  # G, M, N, K
 MASKED = [(4, 256, 4096, 7168), (4, 256, 7168, 2048)]
@@ -81,16 +84,13 @@ def bench_fp8(row: _Row, *, budget_ms: float = 400.0) -> list[Fp8Timing] | Parit
                 raise
             del row.calls[name]  # a peer that does not run here
     taken = times(row.calls, budget_ms=budget_ms)
-    ours, found = statistics.median(taken[OURS]), []
-    for name, every in taken.items():
-        ms, deciles = statistics.median(every), statistics.quantiles(every, n=10)
-        found.append(
-            Fp8Timing(
-                row.name, name, ms, deciles[0], deciles[-1], row.flops / ms / 1e9,
-                row.bytes / ms / 1e9, ms / ours,
-            )
-        )  # fmt: skip
-    return found
+    return [
+        Fp8Timing(
+            row.name, name, **vars(spread), tflops=row.flops / spread.ms / 1e9,
+            tb_s=row.bytes / spread.ms / 1e9, speedup=spread.ms / taken[OURS].ms,
+        )
+        for name, spread in taken.items()
+    ]  # fmt: skip
 
 
 def weights(groups: int, n: int, k: int, *, seed: int, std: float = 0.02) -> tuple[Tensor, Tensor]:
@@ -250,3 +250,55 @@ def _layer(tokens: int) -> _Row:
         f"DeepSeek-V3 layer, {local} of {experts} experts, {tokens} tokens", {OURS: ours},
         6.0 * slots * hidden * inner, 3.0 * used * hidden * inner, judge,
     )  # fmt: skip
+
+
+def fp8_table(timings: Sequence[Fp8Timing]) -> Iterable[Table]:
+    """A line a row and implementation."""
+    header = ["", "", "ms", "p10 to p90", "TFLOP/s", "TB/s", f"{OURS} is"]
+    table = Table(*header, title="FP8, scales 1x128 and 128x128")
+    for t in timings:
+        cells = [f"{t.ms:.3f}", f"{t.p10:.3f} to {t.p90:.3f}", f"{t.tflops:.0f}", f"{t.tb_s:.2f}"]
+        speedup = "" if t.implementation == OURS else f"{t.speedup:.2f} x as fast"
+        table.add_row(t.row, t.implementation, *cells, speedup)
+    yield table
+
+
+class Fp8(Timed):
+    """`bench fp8`."""
+
+    name = "fp8"
+    help = "FP8, block scales: experts, grouped GEMMs, DeepSeek-V3's layer"
+    about = "The experts of one shape; the other rows have fixed sizes. Parity comes first in each."
+    switch, does = "--dtype fp8", "has rows of its own"
+
+    def arguments(self, flag: Flags, old: bool) -> None:
+        add_shape(flag, "dsv3_ep32; one")
+        add_tokens(flag, TOKENS)
+        add_files(flag)
+        if old:
+            add_dtype(flag, "bf16", ["fp8"])
+
+    def chosen(self, options: argparse.Namespace) -> bool:
+        return "fp8" in (options.dtype or ())
+
+    def refuse(self, options: argparse.Namespace) -> None:
+        for name in options.shape:
+            shapes.find(name)
+        if len(getattr(options, "dtype", None) or ()) > 1 or len(options.shape) > 1:
+            raise ValueError(self.takes_no("other dtype and no second shape"))
+
+    def measure(self, run: Run) -> ParityReport | None:
+        shape = (run.options.shape or ["dsv3_ep32"])[0]
+        todo = rows(shape, tuple(run.options.tokens or TOKENS))
+        for row in run.each(todo, lambda row: row.name):
+            found = bench_fp8(row)
+            if isinstance(found, ParityReport):
+                return found
+            run.rows += found
+            run.keep()
+        return None
+
+    tables = staticmethod(fp8_table)
+
+
+KIND = Fp8()

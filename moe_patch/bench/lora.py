@@ -1,11 +1,12 @@
-"""Times of one block under LoRA: its factors inside the grouped GEMMs, against PEFT's own way.
+"""bench lora: one block under LoRA, its factors inside the grouped GEMMs, against PEFT's own way.
 
 Every weight is frozen but the adapters on gate_up_proj and down_proj. Forward and backward.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import itertools
 from dataclasses import replace
 
 import torch
@@ -17,8 +18,22 @@ from ..parity.law import Row
 from ..parity.shadow import hugging_face, shadow
 from ..patcher import patch, unpatch
 from ..shapes import Shape, build, find
-from .block import OURS, Result, Timing, ceilings, free, memory, short_of, step, times
+from ..usage import DTYPES, add_dtype, add_shape, add_tokens, positive
+from .block import (
+    TOKENS,
+    Result,
+    ceilings,
+    ceilings_of,
+    memory,
+    packed,
+    step,
+    take,
+    timing_tables,
+)
+from .kind import Flags, Run, Timed, add_files, need_peft
+from .timing import OURS, free, need_gpu, short_of, times
 
+RANK = 16
 MODE = "backward, LoRA"
 FROZEN = "moe_patch, no adapters"
 PEFT = "HF grouped_mm, PEFT"
@@ -111,7 +126,7 @@ def bench_lora(
     shape: str,
     tokens: int,
     *,
-    rank: int = 16,
+    rank: int = RANK,
     dtype: torch.dtype = torch.bfloat16,
     budget_ms: float = 2000.0,
 ) -> Result:
@@ -121,8 +136,7 @@ def bench_lora(
         RuntimeError: there is no GPU.
         ValueError: an unknown shape, or Llama4's, whose experts HF computes densely.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("bench needs a GPU: times of Triton's interpreter would mean nothing")
+    need_gpu()
     size = supported(shape)
     row = f"{shape}, {tokens} tokens, {str(dtype)[6:]}, {MODE}"
     free()
@@ -151,23 +165,59 @@ def bench_lora(
     # frozen weights: the forward and the gradient of the input
     flops = 2 * size.flops(tokens)
     limit_ms = ceilings(dtype).limit_ms(size, tokens) * 2
-    ours, timings = statistics.median(taken[OURS]), []
-    for name, every in taken.items():
-        ms, deciles = statistics.median(every), statistics.quantiles(every, n=10)
-        timings.append(
-            Timing(
-                shape,
-                tokens,
-                str(dtype)[6:],
-                MODE,
-                name,
-                ms,
-                deciles[0],
-                deciles[-1],
-                flops / ms / 1e9,
-                ms / ours,
-                limit_ms,
-                *kept[name],
-            )  # fmt: skip
-        )
-    return Result(timings, report, [])
+    about = shape, tokens, str(dtype)[6:], MODE
+    return Result(packed(about, taken, flops, limit_ms, kept), report, [])
+
+
+class Lora(Timed):
+    """`bench lora`."""
+
+    name = "lora"
+    help = "one block with PEFT's adapters on frozen experts, both ways"
+    about = "Forward and backward of one block of Qwen3-MoE. Every row comes after its parity."
+    switch, does = "--lora", "times forward and backward"
+
+    def arguments(self, flag: Flags, old: bool) -> None:
+        add_shape(flag, "qwen3_30b")
+        add_tokens(flag, TOKENS)
+        add_dtype(flag, "bf16", ["fp8"] if old else [])
+        add_files(flag, png=True)
+        if old:
+            flag("--lora", type=int, nargs="?", const=RANK, dest="rank")
+            # there is nothing for them to leave out
+            flag("--no-eager", action="store_true")
+            flag("--no-compile", action="store_true")
+        else:
+            flag("--rank", type=positive, metavar="R", help=f"of the adapters; default: {RANK}")
+
+    def chosen(self, options: argparse.Namespace) -> bool:
+        return options.rank is not None
+
+    def takes_no(self, flag: str) -> str:
+        if flag in ("--mode", "--graph"):
+            return f"{self.switch} {self.does}: leave out --mode and --graph"
+        return super().takes_no(flag)
+
+    def refuse(self, options: argparse.Namespace) -> None:
+        if options.rank is not None and options.rank < 1:
+            raise ValueError(f"--lora {options.rank}: a rank of at least 1 is needed")
+        for name in options.shape:
+            supported(name)
+        need_peft()
+
+    def measure(self, run: Run) -> ParityReport | None:
+        options = run.options
+        dtypes = [DTYPES[name] for name in options.dtype or ["bf16"]]
+        names = options.shape or ["qwen3_30b"]
+        todo = [*itertools.product(names, dtypes, options.tokens or TOKENS)]
+        for name, dtype, tokens in run.each(todo, lambda row: f"{row[0]} {MODE} {row[2]}"):
+            result = bench_lora(name, tokens, rank=options.rank or RANK, dtype=dtype)
+            if not take(run, result):
+                return result.report
+        run.ceilings += ceilings_of(run.rows)
+        return None
+
+    tables = staticmethod(timing_tables)
+
+
+KIND = Lora()

@@ -1,21 +1,26 @@
-"""Tokens a second of a whole, randomly initialised model: patched against as it comes."""
+"""bench model: tokens a second of a whole model of random weights, as it comes and patched."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from .. import parity
 from ..patcher import patch, unpatch
 from ..shapes import building
-from .block import first_line, free, short_of
+from ..usage import UsageError
+from .kind import Flags, Run, Timed, add_files, add_layers, check_layers, need_peft
+from .timing import first_line, free, seconds, short_of
 
 TASKS = ("prefill", "decode", "static", "lora", "lora-reentrant")
 """One forward of a prompt; generation; generation with a static cache, which HF compiles; a step
@@ -134,9 +139,9 @@ def _tokens_s(
     model: PreTrainedModel, task: str, ids: Tensor, optimizer: Optimizer | None = None
 ) -> float:
     if task == "prefill":
-        return ids.numel() / _seconds(lambda: _prefill(model, ids))
+        return ids.numel() / seconds(lambda: _prefill(model, ids))
     if optimizer is not None:
-        return ids.numel() / _seconds(lambda: _train(model, ids, optimizer))
+        return ids.numel() / seconds(lambda: _train(model, ids, optimizer))
     more = {"cache_implementation": "static"} if task == "static" else {}
 
     def generate(new: int) -> None:
@@ -150,8 +155,8 @@ def _tokens_s(
             **more,
         )
 
-    total = _seconds(lambda: generate(NEW))
-    return len(ids) * (NEW - 1) / (total - _seconds(lambda: generate(1)))
+    total = seconds(lambda: generate(NEW))
+    return len(ids) * (NEW - 1) / (total - seconds(lambda: generate(1)))
 
 
 def _prefill(model: PreTrainedModel, ids: Tensor) -> None:
@@ -200,9 +205,72 @@ def _peak_gb(call: Callable[[], object]) -> float:
     return torch.cuda.max_memory_allocated() / 1e9
 
 
-def _seconds(call: Callable[[], None]) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+def rate_tables(rates: Sequence[Rate]) -> Iterable[Table]:
+    """Of a whole model, a line a task."""
+    for key, group in itertools.groupby(rates, lambda r: (r.model, r.layers)):
+        header = ["", "batch", "prompt", "HF tokens/s", "patched tokens/s", "patched is"]
+        group = list(group)
+        with_memory = any(r.peak_gb is not None for r in group)
+        header += ["HF peak GB", "patched peak GB"] * with_memory
+        title = "{}, {} layers, random bfloat16 weights".format(*key)
+        table = Table(*header, title=title, title_justify="left")
+        for r in group:
+            cells = [r.task, f"{r.batch}", f"{r.prompt}", f"{r.hf_tokens_s:.4g}"]
+            cells += [f"{r.tokens_s:.4g}", f"{r.speedup:.2f} x as fast"]
+            cells += [f"{gb:.1f}" for gb in (r.hf_peak_gb, r.peak_gb) if gb is not None]
+            table.add_row(*cells)
+        yield table
+
+
+class Model(Timed):
+    """`bench model`."""
+
+    name = "model"
+    help = "a whole model of random weights, from its config.json"
+    about = "Tokens a second as it comes and patched, after the parity of its first block."
+    switch, does = "--model-config", "times a whole model"
+
+    def arguments(self, flag: Flags, old: bool) -> None:
+        config = ("--model-config",) if old else ("config",)
+        more = {"dest": "config"} if old else {}
+        flag(*config, metavar="FILE", type=Path, help="a config.json of transformers", **more)
+        add_layers(flag, "all")
+        text = f"of {', '.join(TASKS)}; default: {' '.join(DEFAULT)}"
+        flag("--tasks", nargs="+", choices=TASKS, metavar="NAME", help=text)
+        add_files(flag)
+
+    def chosen(self, options: argparse.Namespace) -> bool:
+        return options.config is not None
+
+    def refuse(self, options: argparse.Namespace) -> None:
+        check_layers(options.layers)
+        read_config(options.config, options.layers)
+        if set(options.tasks or ()) & set(TRAINING):
+            need_peft()
+
+    def measure(self, run: Run) -> parity.ParityReport | None:
+        options, name = run.options, run.options.config.stem
+        config = read_config(options.config, options.layers)
+        try:
+            with run.busy(f"{name}: building"):
+                model = build(config)
+            with run.busy(f"{name}: parity"):
+                report = parity.check_parity(model, blocks=1, backward=False)
+        except torch.OutOfMemoryError as error:
+            layers = f"{config.get_text_config().num_hidden_layers} layers"
+            run.notes.append(f"{name}: skipped, {short_of(error, layers)}: use --layers")
+            return None
+        except ValueError as error:  # no block of it can be patched
+            raise UsageError(first_line(error)) from error
+        if not report.passed:
+            return report
+        todo = rows(options.tasks or DEFAULT)
+        for row in run.each(todo, lambda row: "{}: {} {} x {}".format(name, *row)):
+            found = rate(model, name, *row)
+            (run.notes if isinstance(found, str) else run.rows).append(found)
+        return None
+
+    tables = staticmethod(rate_tables)
+
+
+KIND = Model()

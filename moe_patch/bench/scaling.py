@@ -1,18 +1,24 @@
-"""What expert parallelism would take on more GPUs than were run: a model of one MoE layer.
+"""bench scaling: what expert parallelism would take on more GPUs than were run.
 
-Its rates are those that `bench --distributed` measured, but for the network between hosts, which
-is assumed. docs/distributed.md derives the volumes.
+A model of one MoE layer. Its rates are those that `bench distributed` measured, but for the
+network between hosts, which is assumed. docs/distributed.md derives the volumes.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.table import Table
+
+from .. import output
 from ..shapes import Shape, find
+from .kind import Flags, FromFiles
 
 RANKS = (2, 4, 8, 64, 512)
 HOST = 8  # GPUs
@@ -125,3 +131,56 @@ def checked(rates: Rates, others: Sequence[Rates]) -> list[tuple[int, float, flo
             layer = _all_reduce(rates, find(rates.shape), other.ranks, other.ranks, NETWORK_GB_S)
             found.append((other.ranks, layer.compute_ms + layer.comm_ms, other.block_ms))
     return found
+
+
+def scaling_table(rates: Rates, network_gb_s: float) -> Table:
+    """A layer's forward on more GPUs, from measured rates."""
+    header = ("", "GPUs", "share experts", "compute ms", "moved MB", "of it to hosts", "comm ms")
+    title = (
+        f"{rates.shape}, a layer's forward, {rates.tokens} tokens a GPU; rates of {rates.ranks} "
+        f"GPUs, {HOST} a host, {network_gb_s:g} GB/s between hosts (assumed)"
+    )
+    table = Table(*header, "share", "tokens/s", title=title, title_justify="left")
+    for layer in layers(rates, network_gb_s=network_gb_s):
+        cells = [layer.way, f"{layer.ranks}", f"{layer.group}", f"{layer.compute_ms:.3f}"]
+        cells += [f"{layer.moved_mb:.1f}", f"{layer.network_mb:.1f}", f"{layer.comm_ms:.3f}"]
+        table.add_row(*cells, f"{layer.share:.0%}", f"{layer.tokens_s:.3g}")
+    return table
+
+
+class Scaling(FromFiles):
+    """`bench scaling`."""
+
+    name = "scaling"
+    help = "more GPUs, from CSV files of `distributed`; measures nothing"
+    about = "The first file has the rates. The others are compared with what they predict."
+    switch, does = "--scaling", "measures nothing"
+
+    def arguments(self, flag: Flags, old: bool) -> None:
+        files = "--scaling" if old else "files"
+        more = {"dest": "files"} if old else {}
+        flag(files, metavar="FILE", nargs="+", type=Path, help="of `bench distributed`", **more)
+        text = f"of a GPU to other hosts; default: {NETWORK_GB_S:g}"
+        flag("--network", metavar="GB/S", type=float, help=text)
+
+    def chosen(self, options: argparse.Namespace) -> bool:
+        return bool(options.files) or options.network is not None
+
+    def takes_no(self, flag: str) -> str:
+        return f"{self.switch} {self.does} and takes no {flag}: leave it out"
+
+    def refuse(self, options: argparse.Namespace) -> None:
+        if not options.files:
+            raise ValueError("--network is for --scaling: name its CSV files")
+        if options.network is not None and not 0 < options.network < math.inf:
+            raise ValueError(f"--network {options.network}: a rate above 0 is needed, in GB/s")
+
+    def answer(self, options: argparse.Namespace) -> None:
+        network = NETWORK_GB_S if options.network is None else options.network
+        rates, *others = map(read, options.files)
+        output.show(scaling_table(rates, network), output.console(sys.stdout))
+        for ranks, model, measured in checked(rates, others):
+            print(f"{ranks} GPUs: model {model:.3f} ms, measured {measured:.3f} ms")
+
+
+KIND = Scaling()

@@ -9,6 +9,7 @@ import torch
 from timings import H200
 
 from moe_patch.bench import block as bench
+from moe_patch.bench import timing as clock
 from moe_patch.bench.block import OURS, Ceilings, Result, contenders, ready, short_of, step
 from moe_patch.models.decorated import ExpertsConfig
 from moe_patch.parity import ParityReport, Row, Section
@@ -111,7 +112,7 @@ def test_what_fails_is_captured_too(monkeypatch):
     def nothing():
         pass
 
-    monkeypatch.setattr(bench, "captured", refuse)
+    monkeypatch.setattr(clock, "captured", refuse)
     working, failed = ready({"HF eager": nothing}, graph=True)
     assert not working and "synchronizing" in failed["HF eager"]
     assert ready({"HF eager": nothing}, graph=False) == ({"HF eager": nothing}, {})
@@ -137,7 +138,9 @@ def pretend(use, monkeypatch):
     monkeypatch.setattr(
         bench,
         "times",
-        lambda calls, budget_ms: {n: [i + 0.9, i + 1, i + 1.2] for i, n in enumerate(calls)},
+        lambda calls, budget_ms: {
+            n: clock.Spread(i + 1, i + 0.9, i + 1.2) for i, n in enumerate(calls)
+        },
     )
     monkeypatch.setattr(bench, "memory", lambda *_: (3.0, 5.0))
     return monkeypatch
@@ -183,7 +186,7 @@ def test_a_graph_row_says_so_and_names_who_cannot(pretend):
         call.__name__ = getattr(block.experts.config, "_experts_implementation", "")
         return call
 
-    pretend.setattr(bench, "captured", capture)
+    pretend.setattr(clock, "captured", capture)
     pretend.setattr(bench, "step", named)
     result = bench.bench("tiny_qwen3", 8, compiled=False, graph=True)
     assert {t.mode for t in result.timings} == {"forward, graph"}
@@ -285,12 +288,12 @@ def test_graphs_are_timed_and_what_cannot_be_captured_is_named():
 @pytest.mark.gpu
 def test_a_replay_computes():
     x, out = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
-    replay = bench.captured(lambda: out.copy_(x * 2))
+    replay = clock.captured(lambda: out.copy_(x * 2))
     x.fill_(3)
     replay()
     assert out.tolist() == [6, 6, 6, 6]
     with pytest.raises(RuntimeError, match="synchroniz"):
-        bench.captured(lambda: x.nonzero())
+        clock.captured(lambda: x.nonzero())
     torch.randn(1, device="cuda")
     assert torch.cuda.get_sync_debug_mode() == 0
 

@@ -9,14 +9,18 @@ import pytest
 import torch
 from timings import H200, timing
 
-import moe_patch.__main__ as command_line
+from moe_patch import parity
 from moe_patch.__main__ import main
 from moe_patch.bench import block as bench
-from moe_patch.bench import cli as bench_cli
+from moe_patch.bench import picture
 from moe_patch.bench.block import OURS, Result
-from moe_patch.bench.cli import to_json, write_csv
-from moe_patch.bench.tables import figure
+from moe_patch.bench.kind import kinds, write_csv
+from moe_patch.bench.picture import figure
+from moe_patch.commands import bench as command
+from moe_patch.commands import running
+from moe_patch.commands.bench import to_json
 from moe_patch.parity import ParityReport, Row, Section
+from moe_patch.usage import UsageError
 
 
 def run(capsys, *arguments):
@@ -41,14 +45,14 @@ def run(capsys, *arguments):
     ],
 )
 def test_usage_errors_are_one_sentence(capsys, monkeypatch, arguments, words):
-    monkeypatch.setattr(command_line, "_device", lambda: "cuda")
-    monkeypatch.setattr(bench_cli, "run", lambda _: pytest.fail("it ran"))
+    monkeypatch.setattr(running, "device", lambda: "cuda")
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it ran"))
     code, out, err = run(capsys, *arguments)
     assert code == 2 and not out and len(err.splitlines()) == 1 and words in err
 
 
 def test_png_without_matplotlib(capsys, monkeypatch):
-    monkeypatch.setattr(bench_cli.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda _: None)
     code, _, err = run(capsys, "--png", "t.png")
     assert code == 2 and "moe_patch[bench]" in err
 
@@ -67,10 +71,10 @@ def rows(monkeypatch):
         ]
         return Result(made, report, [f"{name} {tokens}: HF dense left out, tired"])
 
-    monkeypatch.setattr(command_line, "_device", lambda: "cuda")
-    monkeypatch.setattr(bench_cli.bench, "bench", answer)
-    monkeypatch.setattr(bench_cli.bench, "ceilings", lambda dtype: H200)
-    monkeypatch.setattr(bench_cli.parity, "environment", lambda device: f"a card, {device}")
+    monkeypatch.setattr(running, "device", lambda: "cuda")
+    monkeypatch.setattr(bench, "bench", answer)
+    monkeypatch.setattr(bench, "ceilings", lambda dtype: H200)
+    monkeypatch.setattr(parity, "environment", lambda device: f"a card, {device}")
     return asked
 
 
@@ -122,14 +126,14 @@ def test_command_writes_its_files(capsys, rows, tmp_path):
 
 
 def test_command_goes_on_after_a_skipped_row(capsys, rows, monkeypatch, tmp_path):
-    answer = bench_cli.bench.bench
+    answer = bench.bench
 
     def short(name, tokens, **options):
         if tokens > 64:
             return Result([], None, [f"{name}, {tokens} tokens: skipped, too little memory"])
         return answer(name, tokens, **options)
 
-    monkeypatch.setattr(bench_cli.bench, "bench", short)
+    monkeypatch.setattr(bench, "bench", short)
     arguments = ("--shape", "qwen3_30b", "--mode", "forward", "--tokens")
     code, out, _ = run(capsys, *arguments, 99, 64)
     assert code == 0 and "note: qwen3_30b, 99 tokens: skipped" in out and "64 tokens; limit" in out
@@ -141,7 +145,7 @@ def test_command_goes_on_after_a_skipped_row(capsys, rows, monkeypatch, tmp_path
 
 def test_command_shows_no_times_when_parity_fails(capsys, rows, monkeypatch):
     report = ParityReport([Section("", "bfloat16", 8, [Row("output", False)])], "a card")
-    monkeypatch.setattr(bench_cli.bench, "bench", lambda *_, **__: Result([], report, []))
+    monkeypatch.setattr(bench, "bench", lambda *_, **__: Result([], report, []))
     code, out, err = run(capsys)
     assert code == 1 and "parity FAILED" in out and "no times are shown" in err
     assert "TFLOP/s" not in out
@@ -157,7 +161,7 @@ def test_writers_take_any_dataclass(tmp_path):
     assert loaded["environment"] == "a card" and loaded["timings"][0]["copy_tb_s"] == 4.29
 
 
-def test_figure_has_two_panels_a_mode_and_a_line_each():
+def test_figure_has_three_panels_a_mode_and_a_line_each():
     made = [
         timing(name, tokens, mode, ms=tokens / 64)
         for mode in ("forward", "backward")
@@ -166,8 +170,8 @@ def test_figure_has_two_panels_a_mode_and_a_line_each():
     ]
     made.append(timing("HF batched_mm", 64))  # one point is enough
     drawing = figure(made)
-    assert len(drawing.axes) == 4
-    left, right = drawing.axes[:2]
+    assert len(drawing.axes) == 6
+    left, middle, right = drawing.axes[:3]
     lines = {line.get_label(): line for line in left.lines}
     assert list(lines) == [OURS, "HF grouped_mm", "HF batched_mm", "limit"]
     assert list(lines[OURS].get_xdata()) == [64, 1024]
@@ -177,4 +181,135 @@ def test_figure_has_two_panels_a_mode_and_a_line_each():
     limit = next(line for line in right.lines if line.get_label() == "limit")
     assert list(limit.get_ydata()) == pytest.approx([600, 600])
     assert left.get_xscale() == left.get_yscale() == "log" and right.get_yscale() == "linear"
-    assert "backward" in drawing.axes[2].get_title() and left.get_legend() is not None
+    assert "backward" in drawing.axes[3].get_title() and left.get_legend() is not None
+
+
+def test_the_middle_panel_is_relative_to_hugging_faces_default():
+    def drawn(default):
+        made = [timing(n, t, ms=ms * t) for t in (1, 64) for n, ms in ((OURS, 2.0), (default, 8.0))]
+        made.append(timing("HF eager", 64, ms=32.0 * 64))
+        (_, middle, _) = figure(made).axes
+        return middle, {line.get_label(): list(line.get_ydata()) for line in middle.lines}
+
+    for default in ("HF grouped_mm", "HF dense", "HF grouped_mm, PEFT"):
+        panel, lines = drawn(default)
+        assert lines[OURS] == [0.25, 0.25] and lines[default] == [1, 1]
+        assert lines["HF eager"] == [4] and lines["limit"] == [1 / 8, 1 / 512]
+        assert panel.get_ylabel() == f"time relative to {default}" and panel.get_yscale() == "log"
+        assert [text.get_text() for text in panel.texts] == ["4.0 x", "4.0 x"]
+    panel, lines = drawn("HF batched_mm")
+    assert "was not timed" in panel.get_ylabel() and not any(lines.values())
+
+
+def test_a_picture_is_drawn_again_from_csv_files(capsys, tmp_path):
+    made = [timing(n, t) for t in (1, 64) for n in (OURS, "HF grouped_mm")]
+    made.append(timing(mode="backward", kept_mb=1.5, peak_mb=3.0))
+    csv_file, png = tmp_path / "t.csv", tmp_path / "t.png"
+    write_csv(made, csv_file)
+    assert picture.read(csv_file) == made
+    assert run(capsys, "picture", csv_file, csv_file, "--png", png) == (0, "", "")
+    assert png.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "has no rows"),
+        ("task,ms\nstep,1\n", "has no 'shape'"),
+        ("shape,tokens\nqwen3_30b,many\n", "is broken (invalid literal for int()"),
+    ],
+)
+def test_a_picture_of_another_file_is_refused(capsys, tmp_path, text, words):
+    (tmp_path / "t.csv").write_text(text)
+    arguments = ("picture", tmp_path / "t.csv", "--png", tmp_path / "t.png")
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and not out and len(err.splitlines()) == 1 and words in err, err
+    assert not (tmp_path / "t.png").exists()
+    code, _, err = run(capsys, *arguments[:2], "--png", tmp_path / "t.csv")
+    assert code == 2 and "is a file to read" in err
+    code, _, err = run(capsys, "picture", tmp_path / "none.csv", "--png", tmp_path / "t.png")
+    assert code == 2 and "cannot be read: No such file" in err
+
+
+# kinds and their spellings
+
+
+OLD_AND_NEW = [
+    ("", "block"),
+    ("--shape qwen3_30b --tokens 1 64 --mode forward --graph --csv a --png b --json", None),
+    ("--dtype bf16 fp16 --no-eager --no-compile --json out", None),
+    ("--families", "families"),
+    (
+        "--families gpt_oss mixtral --tokens 1 --csv a",
+        "families gpt_oss mixtral --tokens 1 --csv a",
+    ),
+    ("--lora --shape qwen3_30b --png b", "lora --rank 16 --shape qwen3_30b --png b"),
+    ("--lora 8 --dtype fp16", "lora --rank 8 --dtype fp16"),
+    ("--lor --dtype fp16", "lora --rank 16 --dtype fp16"),  # argparse takes a beginning
+    ("--lora --no-eager --no-compile", "lora --rank 16"),
+    ("--dtype fp8 --tokens 1 --json", "fp8 --tokens 1 --json"),
+    ("--tokens 1 2 --shape dsv3_ep32 --dtype fp8", "fp8 --tokens 1 2 --shape dsv3_ep32"),
+    ("--distributed --tokens 8 --layers 3", "distributed --tokens 8 --layers 3"),
+    ("--model-config x.json --layers 2 --tasks decode", "model x.json --layers 2 --tasks decode"),
+    ("--scaling a.csv b.csv --network 25", "scaling a.csv b.csv --network 25"),
+]
+
+
+@pytest.mark.parametrize("old, new", OLD_AND_NEW)
+def test_the_old_spelling_means_the_same(old, new):
+    one, two = (command.parse(line.split()) for line in (old, new or f"block {old}"))
+    assert one.kind is two.kind
+    for dest, value in vars(two).items():
+        assert getattr(one, dest) == value, dest
+
+
+EXAMPLE = {  # of every flag that some kind takes
+    "--shape": "qwen3_30b", "--tokens": "1", "--dtype": "bf16", "--mode": "forward", "--graph": "",
+    "--no-eager": "", "--no-compile": "", "--csv": "a", "--png": "b", "--json": "c",
+    "--families": "", "--lora": "8", "--dtype fp8": "", "--distributed": "", "--layers": "2",
+    "--model-config": "x.json", "--tasks": "decode", "--scaling": "s.csv", "--network": "25",
+}  # fmt: skip
+TAKEN = {
+    "": "--shape --tokens --dtype --mode --graph --no-eager --no-compile --csv --png --json",
+    "--families": "--tokens --csv --json",
+    "--lora": "--shape --tokens --dtype --no-eager --no-compile --csv --png --json",
+    "--dtype fp8": "--shape --tokens --csv --json",
+    "--distributed": "--shape --tokens --layers --csv --json",
+    "--model-config": "--layers --tasks --csv --json",
+    "--scaling": "--network",
+}
+
+
+@pytest.mark.parametrize("switch", TAKEN)
+def test_what_a_kind_does_not_take_is_refused(switch):
+    """Every flag beside every switch; never accepted and ignored."""
+    chosen = f"{switch} {EXAMPLE.get(switch, '')}"
+    for flag, value in EXAMPLE.items():
+        line = f"{flag} {value} {chosen}".split()
+        if flag in TAKEN[switch].split():
+            command.parse(line)
+        elif flag not in switch and (switch or flag not in TAKEN):
+            with pytest.raises((UsageError, ValueError), match=r"takes no |leave out|is for --"):
+                options = command.parse(line)
+                options.kind.refuse(options)
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_help_fits_a_screen(capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    for line in ([name, "--help"], ["--help"]):
+        with pytest.raises(SystemExit):
+            command.parse(line)
+        out = capsys.readouterr().out
+        assert len(out.splitlines()) <= 40 and max(map(len, out.splitlines())) <= 80, out
+        assert f"bench {name}" in out or f"\n  {name} " in out
+
+
+def test_an_unknown_kind_is_refused_with_those_that_there_are(capsys):
+    code, _, err = run(capsys, "gpu")
+    assert code == 2 and "no kind 'gpu'" in err and all(name in err for name in kinds())
+
+
+def test_a_kind_is_one_file():
+    for name, kind in kinds().items():
+        assert kind.name == name and type(kind).__module__ == f"moe_patch.bench.{name}"

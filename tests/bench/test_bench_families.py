@@ -13,6 +13,7 @@ from moe_patch import environment
 from moe_patch.__main__ import main
 from moe_patch.bench import families as bench_families
 from moe_patch.bench.families import HF, OURS, PUBLISHED, FamilyTiming, bench_family, rows, sized
+from moe_patch.bench.timing import Spread
 from moe_patch.parity import ParityReport
 from moe_patch.recognise.eligibility import NAME
 
@@ -43,7 +44,7 @@ def test_ours_and_hugging_face_s_default_are_timed(use, tiny, monkeypatch):
         for call in calls.values():
             call()
         seen.append(set(calls))
-        return {OURS: [1.0, 2.0, 3.0], HF: [4.0, 4.0, 9.0]}
+        return {OURS: Spread.of([1.0, 2.0, 3.0]), HF: Spread.of([4.0, 4.0, 9.0])}
 
     ran, original = [], bench_families.step
 
@@ -102,7 +103,7 @@ def test_a_family_that_fails_parity_stops_no_other(monkeypatch, capsys):
     failing = ParityReport([], "a card")
     asked = iter([failing, [timing]])
     monkeypatch.setattr(bench_families, "bench_family", lambda one, tokens: next(asked))
-    monkeypatch.setattr("moe_patch.__main__._device", lambda: "cuda")
+    monkeypatch.setattr("moe_patch.commands.running.device", lambda: "cuda")
     monkeypatch.setattr("moe_patch.parity.environment", lambda _: "a card")
     assert main(["bench", "--families", "deepseek_v3", "gpt_oss"]) == 1
     out, err = capsys.readouterr()
@@ -112,7 +113,7 @@ def test_a_family_that_fails_parity_stops_no_other(monkeypatch, capsys):
 def test_the_command(monkeypatch, capsys, tmp_path):
     timing = FamilyTiming("gpt_oss", "X", "a model", "1, 2, 3, 4", 1, "forward", 1.0, 2.0, 2.0)
     monkeypatch.setattr(bench_families, "bench_family", lambda one, tokens: [timing])
-    monkeypatch.setattr("moe_patch.__main__._device", lambda: "cuda")
+    monkeypatch.setattr("moe_patch.commands.running.device", lambda: "cuda")
     monkeypatch.setattr("moe_patch.parity.environment", lambda _: "a card")
     file = tmp_path / "t.csv"
     assert main(["bench", "--families", "gpt_oss", "--csv", str(file)]) == 0

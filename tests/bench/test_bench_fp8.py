@@ -5,7 +5,6 @@ import torch
 
 from moe_patch import __main__, reference
 from moe_patch.bench import fp8 as bench_fp8
-from moe_patch.bench import tables as bench_tables
 from moe_patch.bench.fp8 import Fp8Timing
 from moe_patch.parity import law
 
@@ -30,7 +29,7 @@ def test_a_line_a_timing():
         Fp8Timing("masked", "moe_patch", 0.06, 0.05, 0.07, 990.0, 2.0, 1.0),
         Fp8Timing("masked", "other", 0.12, 0.11, 0.13, 495.0, 1.0, 2.0),
     ]
-    (table,) = bench_tables.fp8_table(timings)
+    (table,) = bench_fp8.fp8_table(timings)
     assert table.row_count == 2 and list(table.columns[6].cells) == ["", "2.00 x as fast"]
 
 

@@ -53,7 +53,7 @@ def test_a_forgotten_adapter_fails(device, monkeypatch, what):
     ],
 )
 def test_usage(capsys, monkeypatch, arguments, words):
-    monkeypatch.setattr("moe_patch.__main__._device", lambda: "cuda")
+    monkeypatch.setattr("moe_patch.commands.running.device", lambda: "cuda")
     assert main(["bench", "--lora", *arguments]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1

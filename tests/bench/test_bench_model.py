@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import moe_patch.__main__ as command_line
+from moe_patch import parity
 from moe_patch.__main__ import main
-from moe_patch.bench import cli as bench_cli
 from moe_patch.bench import model as bench_model
+from moe_patch.bench import timing
 from moe_patch.bench.model import PROMPT, Rate, build, rate, read_config, rows
+from moe_patch.commands import running
 from moe_patch.models.decorated import ExpertsConfig
 from moe_patch.parity import ParityReport, Row, Section
 from moe_patch.shapes import build_model
@@ -93,7 +94,7 @@ def test_both_ways_are_measured_and_the_model_comes_back_unpatched(
 ):
     """The clock is fake: it ticks once for each forward of the model, twice when unpatched."""
     now, order, resets = [0.0], [], []
-    monkeypatch.setattr(bench_model.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(len(order)))
     model = build(read_config(file, 1), "cpu")
 
@@ -181,10 +182,10 @@ def command(file, monkeypatch, capsys):
     """Runs it, with a model on the CPU, a parity check and rates that are made up."""
     report = ParityReport([Section("", "bfloat16", 8, [Row("output", True)])], "a card")
     cpu_build = bench_model.build
-    monkeypatch.setattr(command_line, "_device", lambda: "cuda")
+    monkeypatch.setattr(running, "device", lambda: "cuda")
     monkeypatch.setattr(bench_model, "build", lambda config: cpu_build(config, "cpu"))
-    monkeypatch.setattr(bench_cli.parity, "environment", lambda device: f"a card, {device}")
-    monkeypatch.setattr(bench_cli.parity, "check_parity", lambda *_, **__: report)
+    monkeypatch.setattr(parity, "environment", lambda device: f"a card, {device}")
+    monkeypatch.setattr(parity, "check_parity", lambda *_, **__: report)
     monkeypatch.setattr(
         bench_model,
         "rate",
@@ -225,7 +226,7 @@ def test_command_checks_parity_of_the_first_block_before_anything(command, monke
         asked.append(options)
         return bad
 
-    monkeypatch.setattr(bench_cli.parity, "check_parity", check)
+    monkeypatch.setattr(parity, "check_parity", check)
     monkeypatch.setattr(bench_model, "rate", lambda *_: pytest.fail("it was timed"))
     code, out, err = command()
     assert code == 1 and "parity FAILED" in out and "no times are shown" in err
@@ -246,7 +247,7 @@ def test_model_without_moe_blocks(command, monkeypatch):
     def refuse(*_, **__):
         raise ValueError("LlamaForCausalLM has no MoE block that can be fused.")
 
-    monkeypatch.setattr(bench_cli.parity, "check_parity", refuse)
+    monkeypatch.setattr(parity, "check_parity", refuse)
     code, _, err = command()
     assert code == 2 and err.strip() == (
         "moe_patch: LlamaForCausalLM has no MoE block that can be fused."

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moe_patch.bench import scaling
-from moe_patch.bench.cli import write_csv
 from moe_patch.bench.distributed import Measured
+from moe_patch.bench.kind import write_csv
 from moe_patch.shapes import find
 
 

@@ -7,10 +7,9 @@ import os
 
 import pytest
 
-import moe_patch.__main__ as command_line
-from moe_patch import parity, tune
+from moe_patch import kernels, parity, tune
 from moe_patch.__main__ import main
-from moe_patch.bench import cli as bench_cli
+from moe_patch.commands import bench, running
 from moe_patch.version import __version__
 
 SECTION = parity.Section("a block", "float32", 8, [parity.Row("output", True)])
@@ -20,17 +19,17 @@ REPORT = parity.ParityReport([SECTION], "a card")
 @pytest.fixture
 def idle(monkeypatch):
     """A GPU to ask for; whatever would compute fails the test."""
-    monkeypatch.setattr(command_line, "_device", lambda: "cuda")
-    monkeypatch.setattr(command_line.kernels, "why_not", lambda kind: None)
-    for module, name in ((parity, "check_parity"), (bench_cli, "run"), (tune, "tune")):
+    monkeypatch.setattr(running, "device", lambda: "cuda")
+    monkeypatch.setattr(kernels, "why_not", lambda kind: None)
+    for module, name in ((parity, "check_parity"), (bench, "measure"), (tune, "tune")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("it ran"))
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """Parity of the tiny shapes that costs nothing and passes."""
-    monkeypatch.setattr(command_line, "_device", lambda: "cpu")
-    monkeypatch.setattr(command_line.kernels, "why_not", lambda kind: None)
+    monkeypatch.setattr(running, "device", lambda: "cpu")
+    monkeypatch.setattr(kernels, "why_not", lambda kind: None)
     monkeypatch.setattr(parity, "check_parity", lambda *_, **__: REPORT)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import moe_patch.__main__ as command_line
-from moe_patch import environment, parity
+from moe_patch import environment, kernels, parity
 from moe_patch.__main__ import main
-from moe_patch.bench import cli as bench_cli
+from moe_patch.bench import block
 from moe_patch.bench.block import OURS, Result, Timing
+from moe_patch.commands import running
 from moe_patch.parity import ParityReport, Row, Section
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +39,8 @@ def stop_after(monkeypatch, module, name, *answers, error=KeyboardInterrupt):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(command_line, "_device", lambda: "cpu")
-    monkeypatch.setattr(command_line.kernels, "why_not", lambda kind: None)
+    monkeypatch.setattr(running, "device", lambda: "cpu")
+    monkeypatch.setattr(kernels, "why_not", lambda kind: None)
 
 
 def test_parity_shows_the_sections_that_it_finished(capsys, interpreted, monkeypatch, tmp_path):
@@ -92,8 +92,8 @@ def row(tokens: int) -> Result:
 
 @pytest.mark.parametrize("error, code", [(KeyboardInterrupt, 130), (OSError(28, "full"), 2)])
 def test_bench_shows_the_rows_that_it_finished(capsys, monkeypatch, tmp_path, error, code):
-    monkeypatch.setattr(command_line, "_device", lambda: "cuda")
-    stop_after(monkeypatch, bench_cli.bench, "bench", row(16), row(64), error=error)
+    monkeypatch.setattr(running, "device", lambda: "cuda")
+    stop_after(monkeypatch, block, "bench", row(16), row(64), error=error)
     arguments = ["bench", "--tokens", "16", "64", "1024", "--mode", "forward"]
     assert main([*arguments, "--csv", str(tmp_path / "t.csv")]) == code
     out, err = capsys.readouterr()
@@ -111,12 +111,13 @@ def test_env(capsys, monkeypatch):
 
 SCRIPT = """
 import sys, time
-import moe_patch.__main__ as command
-from moe_patch import parity
+from moe_patch import kernels, parity
+from moe_patch.__main__ import main
+from moe_patch.commands import running
 from moe_patch.parity import ParityReport, Row, Section
 
-command._device = lambda: "cpu"
-command.kernels.why_not = lambda kind: None
+running.device = lambda: "cpu"
+kernels.why_not = lambda kind: None
 finished = [ParityReport([Section("first", "float32", 8, [Row("output", True)])], "a card")]
 
 def check_parity(*_, **__):
@@ -126,7 +127,7 @@ def check_parity(*_, **__):
     time.sleep(60)
 
 parity.check_parity = check_parity
-sys.exit(command.main(["parity"]))
+sys.exit(main(["parity"]))
 """
 
 

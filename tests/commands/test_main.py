@@ -12,8 +12,9 @@ import pytest
 import torch
 from plain import honest
 
-import moe_patch.__main__ as command_line
+from moe_patch import switch
 from moe_patch.__main__ import main
+from moe_patch.commands import running
 from moe_patch.shapes import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(use, monkeypatch):
-    monkeypatch.setattr(command_line, "_device", lambda: "cpu")
+    monkeypatch.setattr(running, "device", lambda: "cpu")
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_checkpoint_without_moe_blocks(capsys, tmp_path):
 
 
 def test_bisect_switch_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr(command_line, "ENABLED", False)
+    monkeypatch.setattr(switch, "ENABLED", False)
     code, _, err = run(capsys, "parity")
     assert code == 2 and "MOE_PATCH=0" in err
 

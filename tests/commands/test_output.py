@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-import moe_patch.__main__ as command_line
 from moe_patch import output, parity
-from moe_patch.bench import scaling
-from moe_patch.bench import tables as bench_tables
+from moe_patch.bench import block, distributed, families, fp8, model, scaling
 from moe_patch.bench.block import OURS, Timing
 from moe_patch.bench.distributed import Measured
 from moe_patch.bench.families import FamilyTiming
 from moe_patch.bench.fp8 import Fp8Timing
 from moe_patch.bench.model import Rate
+from moe_patch.commands import parity as parity_command
+from moe_patch.commands import tune as tune_command
 from moe_patch.kernels.tiles import Tile
 from moe_patch.tune import Result
 
@@ -58,11 +58,11 @@ TIMINGS = [
     for name in (OURS, "HF grouped_mm, compiled")
 ]  # fmt: skip
 TABLES = {
-    "timings": lambda: bench_tables.timing_tables(TIMINGS),
-    "rates": lambda: bench_tables.rate_tables(
+    "timings": lambda: block.timing_tables(TIMINGS),
+    "rates": lambda: model.rate_tables(
         [numbered(Rate, model="Qwen3-30B-A3B-Instruct", layers=48, task="lora-reentrant", batch=16)]
     ),
-    "families": lambda: bench_tables.family_table(
+    "families": lambda: families.family_table(
         [
             numbered(FamilyTiming, family=name, size="8192, 22528, 256, 8", mode=mode, tokens=count)
             for name in ("qwen3_omni_moe_thinker", "glm4")
@@ -70,13 +70,13 @@ TABLES = {
             for count in (1, 64, 131072)
         ]
     ),
-    "fp8": lambda: bench_tables.fp8_table(
+    "fp8": lambda: fp8.fp8_table(
         [
             numbered(Fp8Timing, row="contiguous 4 x 8192 x 4096 x 7168", implementation=name)
             for name in (OURS, "torch._scaled_mm")
         ]
     ),
-    "distributed": lambda: bench_tables.distributed_table(
+    "distributed": lambda: distributed.distributed_table(
         [
             numbered(
                 Measured, shape="qwen3_30b", task="fsdp ep step", layers=2, transformers="5.23.0"
@@ -84,7 +84,7 @@ TABLES = {
         ]
     ),
     "scaling": lambda: [
-        bench_tables.scaling_table(
+        scaling.scaling_table(
             scaling.Rates("qwen3_30b", 2, 8192, 1.734, 4.3e9, 271.3, 187.9), scaling.NETWORK_GB_S
         )
     ],
@@ -125,7 +125,7 @@ def test_parity_on_a_terminal(monkeypatch, width):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     file = Terminal()
-    command_line._show(REPORT, file)
+    parity_command.show(REPORT, file)
     shown = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
     check(shown, " ".join(cell for row in ROWS for cell in parity.cells(row)), width)
     assert "[red]" in shown and "parity FAILED" in shown and "float16, 1024" in shown
@@ -133,7 +133,7 @@ def test_parity_on_a_terminal(monkeypatch, width):
 
 def test_parity_in_a_pipe():
     file = io.StringIO()
-    command_line._show(REPORT, file)
+    parity_command.show(REPORT, file)
     assert file.getvalue() == f"{REPORT}\n"
 
 
@@ -147,7 +147,7 @@ def test_tune(monkeypatch, capsys, width):
         Result("shape", 131072, kind, 22528, 14336, 4096, tiles[0], 123.4567, tiles[1], 98.7654)
         for kind in kinds
     ]
-    command_line._show_tiles(rows)
+    tune_command.show(rows)
     expected = "131072 22528 14336 4096 128x256x64 w8 s4 g16 123.4567 64x128x128 w16 s3 g8 98.7654"
     check(capsys.readouterr().out, expected, width or output.WIDTH)
 
