@@ -14,6 +14,7 @@ import argparse
 import ast
 import contextlib
 import copy
+import importlib
 import json
 import multiprocessing
 import os
@@ -35,22 +36,22 @@ TESTS = {
     "ops/differentiable": ["test_second_derivatives", "test_transforms"],
     "ops/fp8": ["test_fp8", "test_weights"],
     "ops/grouped": ["test_grouped_gemm", "test_second_derivatives", "test_weights"],
-    "ops/low_rank": ["test_low_rank", "test_models_lora", "test_second_derivatives"],
+    "ops/low_rank": ["test_low_rank", "test_lora", "test_second_derivatives"],
     "ops/routing": ["test_routing", "test_second_derivatives"],
     "ops": ["test_experts", "test_low_rank", "test_weights", "test_second_derivatives"],
-    "recognise/adapters": ["test_models_lora"],
-    "recognise/eligibility": ["test_models_decorated", "test_models_fp8", "test_patcher"],
-    "recognise/gates": ["test_models_gates", "test_models_act_fn", "test_models_parts"],
-    "recognise/lending": ["test_models_lora", "test_threads"],
-    "recognise/original": ["test_models_original", "test_threads"],
-    "recognise/overlap": ["test_models_deepseek_v3"],
-    "recognise/parts": ["test_models_parts", "test_models_decorated"],
-    "recognise/quantised": ["test_models_fp8"],
-    "recognise/routers": ["test_models_routers", "test_compare_router"],
+    "recognise/adapters": ["test_lora"],
+    "recognise/eligibility": ["test_decorated", "test_quantised", "test_patcher"],
+    "recognise/gates": ["test_gates", "test_act_fn", "test_parts"],
+    "recognise/lending": ["test_lora", "test_threads"],
+    "recognise/original": ["test_original", "test_threads"],
+    "recognise/overlap": ["test_deepseek_v3"],
+    "recognise/parts": ["test_parts", "test_decorated"],
+    "recognise/quantised": ["test_quantised"],
+    "recognise/routers": ["test_routers", "test_compare_router"],
     "recognise": [
         "test_patcher",
         "test_patcher_leaves",
-        "test_models_decorated",
+        "test_decorated",
         "test_pretrained",
     ],
     "parity/emulate": ["test_emulate"],
@@ -202,13 +203,11 @@ def _preload() -> None:
     """Imports what every child needs, and nothing of the package."""
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
-    import transformers.models.deepseek_v3.modeling_deepseek_v3
-    import transformers.models.llama4.modeling_llama4
-    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
-    import triton  # noqa: F401
+    families = ("deepseek_v3", "llama4", "qwen3_moe")
+    modeling = [f"transformers.models.{family}.modeling_{family}" for family in families]
+    for name in ("torch", "triton", *modeling):
+        importlib.import_module(name)
+    sys.modules["torch"].set_num_threads(1)
 
 
 def worker(chosen: list[Mutant], limit: float, results: multiprocessing.Queue) -> None:
