@@ -127,7 +127,9 @@ def namespace(checkpoint, reports, monkeypatch, tmp_path) -> dict[str, object]:
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the pages' models are on the CPU"
 )
-@pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(not block.reason for block in blocks(page))]
+)
 def test_python_runs(page, namespace):
     ran = []
     with warnings.catch_warnings():  # a page may set filters
@@ -136,7 +138,7 @@ def test_python_runs(page, namespace):
             if not block.reason:
                 exec(code, namespace)
                 ran.append(block)
-    assert ran, f"{page} has no block that runs: leave it out of this test"
+    assert ran
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))])
