@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if big else "float32")
-    add("--steps", type=int, default=100 if big else 60)
+    add("--steps", type=int, default=100 if big else 50)
     add("--seeds", type=int, default=6 if big else 1)
     add("--first-seed", type=int, default=0)
     add("--hidden", type=int, default=512 if big else 64, help="hidden size")
