@@ -37,7 +37,7 @@ if DEVICE == "cpu":
     torch.set_num_threads(1)  # tensors are tiny: threads would only wait for each other
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -248,7 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console()
     disable_progress_bar()  # transformers' own
-    with Progress(console=console) as progress:
+    columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn()
+    with Progress(*columns, console=console) as progress:
         results = [run(family, options, progress) for family in options.family]
     plot(results, options.out)
     if options.json:
