@@ -37,7 +37,7 @@ if DEVICE == "cpu":
     torch.set_num_threads(1)  # tensors are tiny: threads would only wait for each other
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if big else "float32")
-    add("--steps", type=int, default=100 if big else 60)
+    add("--steps", type=int, default=100 if big else 50)
     add("--seeds", type=int, default=6 if big else 1)
     add("--first-seed", type=int, default=0)
     add("--hidden", type=int, default=512 if big else 64, help="hidden size")
@@ -248,7 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console()
     disable_progress_bar()  # transformers' own
-    with Progress(console=console) as progress:
+    columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn()
+    with Progress(*columns, console=console) as progress:
         results = [run(family, options, progress) for family in options.family]
     plot(results, options.out)
     if options.json:

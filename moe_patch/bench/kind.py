@@ -48,9 +48,11 @@ class Kind(ABC):
 
     @abstractmethod
     def arguments(self, flag: Flags, old: bool) -> None:
-        """Adds its arguments: those of `bench NAME`, or (`old`) of `bench` without a name.
+        """Adds its arguments.
 
-        No default but None, False or []: what is given must be told from what is not.
+        Args:
+            old: to `bench` without a name, asked only of a kind with a switch; its own
+                switch then too, and no default but None, False or [], which say "not given".
         """
 
     def chosen(self, options: argparse.Namespace) -> bool:

@@ -123,9 +123,8 @@ class Picture(FromFiles):
     about = "All rows of all files go into one picture."
 
     def arguments(self, flag: Flags, old: bool) -> None:
-        if not old:
-            flag("files", metavar="FILE", nargs="+", type=Path, help="written with --csv")
-            add_png(flag, required=True)
+        flag("files", metavar="FILE", nargs="+", type=Path, help="written with --csv")
+        add_png(flag, required=True)
 
     def refuse(self, options: argparse.Namespace) -> None:
         if os.path.realpath(options.png) in map(os.path.realpath, options.files):

@@ -55,11 +55,12 @@ def _without_kind(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",  # kinds share flags
     )
-    taken = {name: Flags(parser, hidden=True) for name in every}
-    for name, kind in every.items():
-        kind.arguments(taken[name], old=True)
+    old = [name for name, kind in every.items() if kind.switch or name == FALLBACK]
+    taken = {name: Flags(parser, hidden=True) for name in old}
+    for name, flags in taken.items():
+        every[name].arguments(flags, old=True)
     options = parser.parse_args(arguments)
-    kind = next((kind for kind in every.values() if kind.chosen(options)), every[FALLBACK])
+    kind = every[next((name for name in old if every[name].chosen(options)), FALLBACK)]
     for dest, value in vars(options).items():
         if dest in taken[kind.name].names or value == parser.get_default(dest):
             continue

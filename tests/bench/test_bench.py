@@ -124,6 +124,18 @@ def test_message_of_memory_without_numbers():
     )
 
 
+def test_a_spread_is_the_median_and_the_outer_deciles():
+    found = clock.Spread.of([float(i) for i in range(1, 100)])
+    assert (found.ms, found.p10, found.p90) == (50.0, 10.0, 90.0)
+
+
+def test_the_hosts_clock_waits_before_and_after(monkeypatch):
+    order, now = [], iter([10.0, 16.0])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: order.append("clock") or next(now))
+    one = clock.seconds(lambda: order.append("call"), count=3, wait=lambda: order.append("wait"))
+    assert one == 2.0 and order == ["wait", "clock", *["call"] * 3, "wait", "clock"]
+
+
 @pytest.fixture
 def pretend(use, monkeypatch):
     """A GPU that is not there: blocks are built on the CPU, every call takes 1 ms, 2 ms ..."""

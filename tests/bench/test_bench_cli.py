@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 
 import pytest
 import torch
@@ -308,6 +309,51 @@ def test_help_fits_a_screen(capsys, monkeypatch, name):
 def test_an_unknown_kind_is_refused_with_those_that_there_are(capsys):
     code, _, err = run(capsys, "gpu")
     assert code == 2 and "no kind 'gpu'" in err and all(name in err for name in kinds())
+
+
+NEW = """
+from dataclasses import dataclass
+from rich.table import Table
+from moe_patch.bench.kind import Timed, add_files
+
+@dataclass
+class Row:
+    ms: float
+
+class New(Timed):
+    name, help = "new", "a kind that was added"
+
+    def arguments(self, flag, old):
+        flag("what")
+        add_files(flag)
+
+    def measure(self, run):
+        run.rows += [Row(len(text)) for text in run.each([run.options.what], str)]
+
+    def tables(self, rows):
+        yield Table(f"new, {rows[0].ms} ms", "")
+
+KIND = New()
+"""
+
+
+def test_a_file_is_all_that_a_new_kind_needs(capsys, monkeypatch, tmp_path):
+    import moe_patch.bench as folder
+
+    (tmp_path / "new.py").write_text(NEW)
+    monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
+    monkeypatch.setattr(running, "device", lambda: "cuda")
+    monkeypatch.setattr(parity, "environment", lambda device: "a card")
+    try:
+        code, out, err = run(capsys, "new", "four", "--csv", tmp_path / "t.csv")
+        assert (code, err) == (0, "") and "new, 4 ms" in out
+        assert (tmp_path / "t.csv").read_text().split() == ["ms", "4"]
+        with pytest.raises(SystemExit):
+            run(capsys, "--help")
+        assert "new          a kind that was added" in capsys.readouterr().out
+        assert run(capsys, "--tokens", "x")[0] == 2  # without a kind, the old flags alone
+    finally:
+        sys.modules.pop("moe_patch.bench.new", None)
 
 
 def test_a_kind_is_one_file():
