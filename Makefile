@@ -7,6 +7,8 @@ TESTED       := $(shell sed -n 's/^transformers==//p' constraints.txt)
 TRANSFORMERS ?= $(TESTED)
 VENV         ?= .venv$(if $(filter-out $(TESTED),$(TRANSFORMERS)),-$(TRANSFORMERS))
 RUN          := $(VENV)/bin/python
+# where mypy finds models/ as it is installed, inside the package
+TYPED        := build/typed
 
 .PHONY: help parity test bench lint format venv clean
 
@@ -14,7 +16,7 @@ help:
 	@echo 'make parity   prove on small Qwen3-MoE and Llama4 models that patched equals unpatched'
 	@echo 'make test     the test suite; without a GPU the kernels run in Triton'\''s interpreter'
 	@echo 'make bench    speed against Hugging Face'\''s own implementations (needs a GPU)'
-	@echo 'make lint     ruff, check and format;   make format   apply both'
+	@echo 'make lint     ruff, check and format, and mypy;   make format   apply ruff'
 	@echo 'make venv     only make $(VENV) and install into it; the others do so when they need to'
 	@echo 'make clean    remove every .venv*, build output and cache'
 	@echo
@@ -37,6 +39,9 @@ bench: $(VENV)/installed
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	rm -rf $(TYPED) && mkdir -p $(TYPED)/moe_patch
+	ln -s $(CURDIR)/moe_patch/* $(CURDIR)/models $(TYPED)/moe_patch/
+	cd $(TYPED) && $(abspath $(RUN)) -m mypy --config-file $(CURDIR)/pyproject.toml -p moe_patch
 
 format: $(VENV)/installed
 	$(RUN) -m ruff check --fix .
@@ -56,5 +61,5 @@ $(VENV)/installed: setup.py pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -74,6 +74,6 @@ setup(
         "lora": LORA,
         "examples": [*PLOT, *LORA],
         "test": TEST,
-        "dev": [*TEST, "pre-commit>=4", "ruff>=0.12"],
+        "dev": [*TEST, "mypy>=2", "pre-commit>=4", "ruff>=0.12"],
     },
 )

@@ -108,7 +108,7 @@ class UndecoratedExperts(Fused):
 
 def _fused_or(
     hf: Callable[..., Tensor],
-    self: nn.Module,
+    self: Any,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -132,7 +132,7 @@ def _fused_or(
 
     if form.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    more = {}
+    more: dict[str, Any] = {}
     if scaled:  # frozen, whatever `requires_grad` HF left on them
         up, down, more = up.detach(), down.detach(), quantised.scales(self)
         _say_how(hidden_states.device)

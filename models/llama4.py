@@ -7,6 +7,7 @@ only the chosen experts. Its experts are not decorated and are stored [E, H, 2I]
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,7 @@ class Llama4Router(Fused, hf.Llama4Router):
             router_scores, index, weights = sigmoid_scores(router_logits, self.top_k)
         kept = version_of and not torch.compiler.is_compiling()
         if kept and not router_scores.is_inference():
-            router_scores.choice = index, weights, version_of(router_scores)
+            vars(router_scores)["choice"] = index, weights, version_of(router_scores)
         return router_scores, router_logits
 
 
@@ -63,9 +64,10 @@ class Llama4TextExperts(Fused, hf.Llama4TextExperts):
         if top_k_index is None or top_k_weights is None:
             return own_forward(self, hidden_states)
         gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
+        low_rank: dict[str, Any] = low_rank_updates(self)
         return fused_experts(
             hidden_states, gate_up, down, top_k_index, top_k_weights, weight_on="input",
-            **low_rank_updates(self),
+            **low_rank,
         )  # fmt: skip
 
     @staticmethod
@@ -94,7 +96,7 @@ class Llama4TextMoe(Fused, hf.Llama4TextMoe):
         return shared + routed.to(shared.dtype), router_logits
 
     @staticmethod
-    def why_not_fused(block: nn.Module) -> str | None:
+    def why_not_fused(block: Any) -> str | None:
         """None when the class can be swapped, else the reason in one sentence."""
         if replaced_forward(block):
             return "the block's forward was replaced on the instance: patch before that"
@@ -128,7 +130,7 @@ def _routed(block: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor
     return block.experts(rows).view(num_experts, *hidden_states.shape).sum(0), router_logits
 
 
-def _choice(router: nn.Module, scores: Tensor) -> tuple[Tensor, Tensor] | None:
+def _choice(router: Any, scores: Tensor) -> tuple[Tensor, Tensor] | None:
     """(top_k_index, top_k_weights) [T, K] behind the router's scores [T, E].
 
     None where somebody else wrote scores, which may choose any number of experts: HF's dense pass
@@ -155,7 +157,7 @@ def _shows(view: Tensor, source: Tensor) -> bool:
     return view is source or (view.shape, view.stride()) == (source.shape, source.stride())
 
 
-def _wrote(router: nn.Module) -> bool:
+def _wrote(router: Any) -> bool:
     """Whether the scores are as the router's class made them, so that top_k of them count."""
     if not isinstance(router, Llama4Router) or not intact(router):
         return False

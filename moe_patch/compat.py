@@ -322,7 +322,8 @@ INHERITS_PRECISION = _and(_get_precision, _set_precision)
 
 
 def _public_place(backend: str) -> Any:
-    return torch.backends.cuda.matmul if backend == "cuda" else torch.backends.mkldnn.matmul
+    found: Any = torch.backends.cuda if backend == "cuda" else torch.backends.mkldnn
+    return found.matmul
 
 
 def _get_public(backend: str, _: str) -> str:

@@ -140,7 +140,7 @@ def _of(module: ModuleType, family: str) -> Iterator[Support]:
 
 def _undecorated(cls: type[nn.Module]) -> type[nn.Module] | None:
     """The fused class of experts that have a file in models/ for want of HF's decorator."""
-    found = SWAPS.get(cls, object)
+    found: Any = SWAPS.get(cls, object)
     return found if issubclass(found, decorated.UndecoratedExperts) else None
 
 

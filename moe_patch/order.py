@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class ExpertOrder:
     tile_expert: Tensor
     tile_row: Tensor
     num_tiles: Tensor
-    block_m: int
+    block_m: int = field(kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The six, in field order."""
@@ -65,14 +65,15 @@ class ExpertOrder:
         """The six tensors as views of one int32 buffer, each 16-byte aligned."""
         pieces = _pieces.__wrapped__ if torch.compiler.is_compiling() else _pieces
         lengths, kept = pieces(num_slots, num_experts, block_m)
-        pieces = buffer.split_with_sizes(lengths)
-        return cls(*[pieces[i] for i in kept], block_m=block_m)
+        parts = buffer.split_with_sizes(lengths)
+        return cls(*[parts[i] for i in kept], block_m=block_m)
 
 
 @functools.lru_cache(1024)
 def _pieces(num_slots: int, num_experts: int, block_m: int) -> tuple[list[int], list[int]]:
     """Lengths of the six tensors and of what pads them to 16 bytes; which of these are theirs."""
-    lengths, kept = [], []
+    lengths: list[int] = []
+    kept: list[int] = []
     for size in ExpertOrder.sizes(num_slots, num_experts, block_m):
         kept.append(len(lengths))
         lengths += [size, -size % 4] if size % 4 else [size]

@@ -180,7 +180,7 @@ def _check(model: nn.Module, function: str) -> None:
 
 def _own_class(name: str, module: nn.Module) -> type[nn.Module]:
     """The module's class without moe_patch."""
-    fused = fused_within(type(module))
+    fused: Any = fused_within(type(module))
     if fused is None:
         return type(module)
     try:
@@ -242,7 +242,7 @@ class _Block:
             fused = _fused_class(module)
             if is_decorated(module) and not isinstance(module.config, ExpertsConfig):
                 gates.activation_of(module)  # now: a trace could not
-                module.config = ExpertsConfig(module.config)
+                vars(module)["config"] = ExpertsConfig(module.config)
             elif fused and fused is not plain_class(module) and not _why_left_out(module):
                 if issubclass(fused, UndecoratedExperts):
                     gates.activation_of(module)
@@ -291,14 +291,15 @@ def _why_not_part(module: nn.Module) -> str | None:
     """Why the block with this module stays as it is."""
     if is_decorated(module):
         return why_not_fused(module)
-    fused = _fused_class(module)
+    fused: Any = _fused_class(module)
     why_not = getattr(fused, "why_not_fused", None)
     return why_not and (why_replaced(fused) or why_not(module))
 
 
 def _why_left_out(module: nn.Module) -> str | None:
     """Why this module stays as it is, although the experts of its block are fused."""
-    cls, fused = plain_class(module), _fused_class(module)
+    cls = plain_class(module)
+    fused: Any = _fused_class(module)
     if fused is None:
         is_router = _ROUTER.search(cls.__name__) and cls.__module__.startswith("transformers.")
         return routers.why_not(cls) if is_router else None
@@ -307,7 +308,7 @@ def _why_left_out(module: nn.Module) -> str | None:
     return why_replaced(fused)
 
 
-def _part(name: str, module: nn.Module) -> tuple[str, str | None] | None:
+def _part(name: str, module: Any) -> tuple[str, str | None] | None:
     """(kind, why it is not fused) of a router, a gate or an adapter in a fused block."""
     if routers.is_router(name, module):
         if plain_class(module) is nn.Linear:

@@ -142,7 +142,7 @@ def _warning(original: Callable[..., str]) -> Callable[..., str]:
             )
         return chosen
 
-    choose.moe_patch_original = original
+    vars(choose)["moe_patch_original"] = original
     return choose
 
 
@@ -162,6 +162,6 @@ def _patching(original: classmethod) -> classmethod:
             warnings.warn(str(report), stacklevel=2)
         return loaded
 
-    hook = classmethod(load)
+    hook: Any = classmethod(load)
     hook.moe_patch_original = original
     return hook

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import transformers
@@ -74,7 +75,7 @@ def _wait(store: distributed.Store, key: str, me: int, other: int) -> bytes:
     return store.get(key)
 
 
-def _sharing(parameters: Iterable[Tensor]) -> tuple[int, ...]:
+def _sharing(parameters: Iterable[Any]) -> tuple[int, ...]:
     """The ranks of the largest mesh that a parameter is spread over; none without."""
     meshes = {parameter.device_mesh for parameter in parameters if is_dtensor(parameter)}
     return max((tuple(sorted(m.mesh.flatten().tolist())) for m in meshes), key=len, default=())

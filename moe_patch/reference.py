@@ -7,6 +7,8 @@ K choices a token, S = T*K slots.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -154,6 +156,7 @@ def group_tiles(offsets: Tensor, num_rows: int, block_m: int) -> ExpertOrder:
 def glu(gate_up: Tensor, activation: Activation | str = "silu") -> Tensor:
     """Gated activation of [..., 2I] -> [..., I] (Shazeer 2020, arXiv:2002.05202), or ungated."""
     found = parse(str(activation))
+    up: Any
     if found.form == "ungated":
         gate, up = gate_up, 1.0
     elif found.form == "interleaved":

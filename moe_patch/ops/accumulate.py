@@ -47,7 +47,7 @@ class Leaf:
 
     def watched(self) -> bool:
         """Whether hooks or `retain_grad` ask for the gradient of the parameter or its transpose."""
-        weight = self.transpose and self.transpose()
+        weight = self.transpose() if self.transpose else None
         if weight is not None and (backward_hooks(weight) or weight.retains_grad):
             return True
         parameter = self.parameter

@@ -97,7 +97,8 @@ def dgate(kept: Kept, d_out: Tensor, order: ExpertOrder, need: Inputs) -> Gate:
             need_scale=need.top_k_weights,
             activation=kept.activation, scale=scale, low_rank=turned, into=into,
         )  # fmt: skip
-    return Gate(*into, turned and turned.side)
+    d_pre, act, d_scale = into
+    return Gate(d_pre, act, d_scale, turned.side if turned else None)
 
 
 def d_top_k_weights(kept: Kept, d_out: Tensor, d_scale: Tensor, order: ExpertOrder) -> Tensor:
@@ -170,7 +171,7 @@ def d_hidden_states(
         d_x = kernels.combine.combine(rows, order.slot_to_row, top_k)  # [T, H]
     elif need.gate_up.a:
         kernels.grouped_gemm.grouped_gemm(d_pre, turned.a, order, out=turned.side)
-    return d_x, turned and turned.side
+    return d_x, turned.side if turned else None
 
 
 def d_gate_up_a(x: Tensor, side: Tensor, order: ExpertOrder, like: Tensor) -> Tensor:

@@ -95,7 +95,9 @@ def _experts_forward(
     down = Projection(down_proj, down_bias, down_a, down_b, down_scale)
     routing = Routing(top_k_index, top_k_weights, weight_on_input)
     made = forward.forward(hidden_states, gate_up, down, routing, activation, keep=True)
-    return tuple(hidden_states.new_empty(0) if each is None else each for each in made)
+    out, pre, buffer, *sides = (hidden_states.new_empty(0) if x is None else x for x in made)
+    gate_up_side, down_side = sides
+    return out, pre, buffer, gate_up_side, down_side
 
 
 def _fake_backward(*arguments):
@@ -173,7 +175,8 @@ class _FusedExperts(torch.autograd.Function):
             each._replace(weight=each.weight.mT) if turned else each
             for each, turned in zip(projections, ctx.turned)
         )
-        inputs, on_input, activation = Inputs(x, weights, gate_up, down), *ctx.options
+        inputs = Inputs(x, weights, gate_up, down)
+        on_input, activation = ctx.options
         if differentiable.wanted(d_out):
             if gate_up.scale is not None:
                 differentiable.refuse_fp8()
@@ -256,10 +259,9 @@ def fused_experts(
     activation = str(activation)
     if not torch.compiler.is_compiling():
         parse(activation)  # or raises
-    gate_up = Projection(
-        gate_up_proj, gate_up_bias, *(gate_up_low_rank or (None, None)), gate_up_scale_inv
-    )
-    down = Projection(down_proj, down_bias, *(down_low_rank or (None, None)), down_scale_inv)
+    (a, b), (down_a, down_b) = gate_up_low_rank or (None, None), down_low_rank or (None, None)
+    gate_up = Projection(gate_up_proj, gate_up_bias, a, b, gate_up_scale_inv)
+    down = Projection(down_proj, down_bias, down_a, down_b, down_scale_inv)
     routing = Routing(top_k_index, top_k_weights, weight_on == "input")
     projections = 1 if activation.endswith("ungated") else 2
     check(hidden_states, gate_up, down, routing, weight_on, projections)

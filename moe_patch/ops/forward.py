@@ -95,7 +95,8 @@ def _sorted(
     )  # fmt: skip
     on_output = None if routing.on_input else weights
     out = kernels.combine.combine(rows, order.slot_to_row, weights.shape[1], on_output)  # [T, H]
-    return Forward(out, pre, buffer, first and first.side, second and second.side)
+    first_side, second_side = first.side if first else None, second.side if second else None
+    return Forward(out, pre, buffer, first_side, second_side)
 
 
 def _multiplies_fp8(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -158,7 +159,7 @@ def _grouped_gemm_backward(
 
 def _plain(
     options: tuple[int, int, bool],
-    order: list[Tensor],
+    order: Sequence[Tensor],
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
@@ -277,9 +278,9 @@ def group_order(
         offsets = torch.nn.functional.pad(ends, (1, 0))
     # torch.compile follows these, and no look-up in `kernels`
     if weight.dtype == E4M3:
-        from ..kernels.fp8_gemm import height
+        from ..kernels.fp8_gemm import height as height_in_fp8
 
-        height = height(num_rows, groups, weight.device)
+        height = height_in_fp8(num_rows, groups, weight.device)
     else:
         from ..kernels.tiles import block_m
 

@@ -25,7 +25,8 @@ class Projection(NamedTuple):
 class Routing(NamedTuple):
     """Which experts each token chose, and how much each counts."""
 
-    index: Tensor  # [T, K] integers; an id outside 0 .. E-1 drops the slot
+    # not the method of tuples
+    index: Tensor  # type: ignore[assignment]  # [T, K] integers; outside 0 .. E-1: dropped
     weights: Tensor  # [T, K]
     on_input: bool  # whether a weight multiplies its expert's input (Llama4), not its output
 

@@ -8,6 +8,7 @@ chose: Hugging Face's code in the dtype, and Hugging Face's code in float64 with
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from .shadow import Family, exact_weights, find_experts, shadow
 from .truth import Exact, expert
 
 
-def _true_experts(experts: nn.Module, family: Family) -> nn.Module:
+def _true_experts(experts: Any, family: Family) -> nn.Module:
     """A copy of the experts that computes in float64, an expert at a time in both directions."""
 
     def forward(hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:

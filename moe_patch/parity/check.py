@@ -93,7 +93,7 @@ def check_parity(
             report.paths[:] = [p for p in PATHS if p in {*report.paths, *comparison.paths}]
             skipped += [f"{name}, {way}: {why}" for way, why in comparison.refused.items()]
     except KeyboardInterrupt as stop:
-        stop.report = report  # what is done
+        vars(stop)["report"] = report  # what is done
         raise
     if model_level:
         answer = _model_level(model_or_block, dtype, seed, set(devices))

@@ -113,7 +113,8 @@ class Comparison:
             raise ValueError("it is wrapped by PEFT: check the model before that")
         gate_up, down = logical(self.twin, *(getattr(experts, n) for n in projections(experts)[:2]))
         self.quantised, self.device = is_quantised(experts), gate_up.device
-        self.dtype, self.in_fp8 = gate_up.dtype, ()
+        self.dtype = gate_up.dtype
+        self.in_fp8: tuple[str, ...] = ()
         if self.quantised:
             self.dtype = dtype or getattr(experts.config, "dtype", None) or torch.bfloat16
             self.in_fp8 = ("output_no_grad",)

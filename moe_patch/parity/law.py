@@ -172,7 +172,7 @@ def why_not(
     x_rms: float | None = None,
     guards: bool = True,
     fp8: bool = False,
-    numbers: int | None = None,
+    numbers: float | None = None,
     autocast: bool = False,
 ) -> list[str]:
     """The rules that `errors` breaks, one phrase each. NaN breaks them all. `fp8`: HF's result, and
@@ -231,7 +231,7 @@ def row(
     x_rms: float | None = None,
     counts: Sequence[int] | None = None,
     fp8: bool = False,
-    numbers: int | None = None,
+    numbers: float | None = None,
     autocast: bool = False,
 ) -> Row:
     """Judges a measured tensor by rules 1 to 4 and, with `counts` of tokens per expert, by 5.

@@ -94,13 +94,16 @@ def find_router(block: nn.Module) -> str | None:
 class RouterComparison:
     """A fused router beside Hugging Face's class on the same weights."""
 
-    def __init__(self, ours: FusedRouter, hf: nn.Module) -> None:
+    def __init__(self, ours: Any, hf: nn.Module) -> None:
         self.ours, self.hf, self.rule = ours, hf, ours.rule
 
     def run(self, x: Tensor, seed: int, backward: bool) -> dict[str, Tensor]:
         """Ours on `x` [T, H], and what it was given: that, `d_scores` [T, E] and `bias` [E]."""
         experts, width = self.ours.weight.shape
-        random = {"generator": torch.Generator(x.device).manual_seed(seed), "device": x.device}
+        random: dict[str, Any] = {
+            "generator": torch.Generator(x.device).manual_seed(seed),
+            "device": x.device,
+        }
         if x.shape[1] != width:  # experts that are narrower than the model
             x = torch.randn(len(x), width, **random).to(x.dtype)
         given = {"x": x, "d_scores": torch.randn(len(x), experts, **random).to(x.dtype)}
@@ -146,9 +149,7 @@ class RouterComparison:
     def _bias(self, given: dict[str, Tensor]) -> Tensor | None:
         return given["bias"] if getattr(self.ours, "use_expert_bias", True) else None
 
-    def _run(
-        self, router: nn.Module, given: dict[str, Tensor], backward: bool
-    ) -> dict[str, Tensor]:
+    def _run(self, router: Any, given: dict[str, Tensor], backward: bool) -> dict[str, Tensor]:
         x = given["x"].detach().requires_grad_(backward)
         with torch.set_grad_enabled(backward):
             found = router(x, *([self._bias(given)] if self.rule.given else []))
@@ -169,7 +170,8 @@ class RouterComparison:
         leaves = {n: t.detach().double().requires_grad_(backward) for n, t in leaves.items()}
         with torch.set_grad_enabled(backward):
             bias = self.ours.bias.detach().double() if self.rule.biased else None
-            logits = F.linear(*leaves.values(), bias)
+            x, weight = leaves.values()
+            logits = F.linear(x, weight, bias)
             weights = reference.expert_weights(logits, index, **how)
         found = {"logits": logits.detach()}
         if backward:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +105,7 @@ class Family:
         )
 
 
-def family_of(block: nn.Module) -> Family:
+def family_of(block: Any) -> Family:
     """The family whose float64 truth is known; the bare experts of any other."""
     names = {cls.__name__ for cls in type(block).__mro__}
     if adapted(block):
@@ -127,7 +128,7 @@ def adapted(block: nn.Module) -> bool:
     return any(cls.__module__.startswith("peft.") for cls in classes)
 
 
-def find_experts(block: nn.Module) -> nn.Module | None:
+def find_experts(block: nn.Module) -> Any:
     """The module that holds the stacked weights."""
     for module in block.modules():
         up = getattr(module, up_name(module), None)
@@ -163,8 +164,8 @@ def trained(experts: nn.Module) -> tuple[str, ...]:
 
 def multiplies_fp8(experts: nn.Module) -> bool:
     """Whether our passes over these FP8 experts, a few tokens apart, quantise activations, too."""
-    weights = (getattr(experts, name) for name in projections(experts))
-    return fp8.multiplies(experts.down_proj, *weights, str(activation_of(experts)))
+    up, down = (getattr(experts, name) for name in projections(experts)[:2])
+    return fp8.multiplies(down, up, down, str(activation_of(experts)))
 
 
 def logical(block: nn.Module, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +189,7 @@ def hugging_face(block: nn.Module, implementation: str) -> nn.Module:
     block = shadow(block)
     unpatch(block)
     if implementation != "dense":
-        experts = find_experts(block)
+        experts: Any = find_experts(block)
         linears = {DEQUANTISED: dequantised_linear, "emulated": fp8_linear}
         if implementation in linears:
             experts.linear, implementation = linears[implementation], "eager"

@@ -5,6 +5,8 @@ No weight is ever whole in float64. T tokens, H hidden size, E experts, K choice
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -215,7 +217,7 @@ def _experts(
 
 
 def expert(
-    experts: nn.Module,
+    experts: Any,
     family: Family,
     x: Tensor,
     weight: Tensor,
@@ -226,7 +228,7 @@ def expert(
     """[R, H] of one expert, given with its leading 1, for x [R, H] and weight [R, 1]."""
     if not family.own_gate:
         only = torch.zeros(len(x), 1, dtype=torch.long, device=x.device)
-        options = {"weight_on": family.weight_on, "activation": family.activation}
+        options: dict[str, Any] = {"weight_on": family.weight_on, "activation": family.activation}
         return reference.fused_experts(x, up, down, only, weight, **options)
     up_bias, down_bias = biases or (0, 0)
     with Exact():

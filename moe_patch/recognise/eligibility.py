@@ -41,7 +41,7 @@ def is_decorated(module: nn.Module) -> bool:
 
 
 @torch.compiler.assume_constant_result  # Dynamo cannot call what it has seen the cells of
-def dispatches(cls: type) -> bool:
+def dispatches(cls: Any) -> bool:
     """Whether `cls.forward` is the dispatch that HF's decorator writes. An override is not."""
     if ExpertsInterface is None or not isinstance(interface(cls), ExpertsInterface):
         return False

@@ -167,7 +167,7 @@ def _is_same(question: Question, experts: nn.Module, gate: Any, act_fn: Any) -> 
     return all(getattr(experts, name, None) == number for name, number in numbers)
 
 
-def _ask(experts: nn.Module, question: Question) -> str | None:
+def _ask(experts: Any, question: Question) -> str | None:
     numbers = {float(number) for _, number in question[-1] if number is not None}
     limits = tuple(number for number in numbers if 0 < number < float("inf"))
     form = pairing_of(experts)

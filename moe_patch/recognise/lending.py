@@ -34,7 +34,7 @@ class _Lent(threading.local):
 _lent = _Lent()
 
 
-def takes_low_rank(experts: nn.Module, hidden_states: Tensor, *routing: Tensor) -> bool:
+def takes_low_rank(experts: Any, hidden_states: Tensor, *routing: Tensor) -> bool:
     """Whether a call with these arguments will run fused, and take LoRA's factors (`lend`)."""
     if len(routing) != 2 or is_parametrized(experts):
         return False

@@ -17,8 +17,10 @@ from torch import nn
 
 from ..notices import say_unfused
 
+_Object: Any = object  # for type checkers: Hugging Face's class brings attributes of its own
 
-class Fused:
+
+class Fused(_Object):
     """First among the bases of every fused class, Hugging Face's class is the last.
 
     What a fused forward reads of them, it reads off one look at `type(module)`: another thread may
@@ -44,7 +46,7 @@ def intact(module: nn.Module) -> bool:
 
     If not, `own_forward` is what runs. Replaced functions are warned of, once.
     """
-    cls = type(module)
+    cls: Any = type(module)
     original = getattr(cls, "stands_for", None)
     if original is None:  # somebody kept the forward of a module that was unpatched since
         return False

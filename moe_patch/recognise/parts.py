@@ -6,7 +6,7 @@ and for experts that normalise their output before it is weighted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def up_name(experts: nn.Module) -> str:
     return "gate_up_proj" if has_gate(experts) else "up_proj"
 
 
-def gate(experts: nn.Module, rows: Tensor) -> Tensor:
+def gate(experts: Any, rows: Tensor) -> Tensor:
     """The class's own activation of [S, N] rows of the first projection -> [S, I]."""
     return getattr(experts, GATE)(rows) if has_gate(experts) else experts.act_fn(rows)
 
@@ -59,7 +59,7 @@ def normalises(experts: nn.Module) -> bool:
 
 
 def by_parts(
-    experts: nn.Module,
+    experts: Any,
     hidden_states: Tensor,
     up_proj: Tensor,
     down_proj: Tensor,

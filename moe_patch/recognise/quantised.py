@@ -6,6 +6,8 @@ too; here that is up to `fused_experts`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +24,7 @@ def is_quantised(experts: nn.Module) -> bool:
     return experts.down_proj.element_size() == 1
 
 
-def why_not(experts: nn.Module, up: Tensor, down: Tensor) -> str | None:
+def why_not(experts: Any, up: Tensor, down: Tensor) -> str | None:
     """None when `fused_experts` takes these quantised experts, else the reason in one sentence."""
     if up.dtype == torch.int8 or down.dtype == torch.int8:
         return "the weights are FP4: FP8 with blocks of 128 x 128 can be fused"
@@ -51,7 +53,7 @@ def why_not(experts: nn.Module, up: Tensor, down: Tensor) -> str | None:
     return None
 
 
-def scales(experts: nn.Module) -> dict[str, Tensor]:
+def scales(experts: Any) -> dict[str, Tensor]:
     """Arguments of `fused_experts`: of the first projection, then of the second."""
     name = up_name(experts)
     up, down = getattr(experts, f"{name}_scale_inv"), experts.down_proj_scale_inv

@@ -173,7 +173,8 @@ class FusedRouter(Fused):
         return rule.run(select_experts, self, hidden_states, *given)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        _, _, *state = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, *state = reduced
         return _blank, (self.stands_for,), *state
 
 
@@ -268,7 +269,7 @@ def why_left(cls: type[nn.Module]) -> str | None:
     return why_not(cls) or why_unknown(cls) or "no rule of moe_patch computes what it does"
 
 
-def is_router(name: str, module: nn.Module) -> bool:
+def is_router(name: str, module: Any) -> bool:
     """Whether the module with that name in a MoE block is, or feeds, its choice of experts."""
     inline = plain_class(module) is nn.Linear and module.out_features > 1
     own_name = name.rpartition(".")[2]
@@ -331,7 +332,8 @@ class _Definite(TorchFunctionMode):
 
 def _stable_topk(x: Tensor, k: int, dim: int = -1, sorted: bool = True) -> torch.return_types.topk:
     found = x.sort(dim=dim, descending=True, stable=True)
-    return torch.return_types.topk(part.narrow(dim, 0, k) for part in found)
+    values, index = (part.narrow(dim, 0, k) for part in found)
+    return torch.return_types.topk((values, index))
 
 
 def _attempt(forward: Callable[..., Any], *arguments: Any) -> Any:

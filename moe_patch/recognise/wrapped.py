@@ -97,7 +97,8 @@ def _rewrapped(cls: type[nn.Module], old: type[nn.Module], new: type[nn.Module])
         raise TypeError(f"{cls.__name__} derives from {old.__name__}")
     # an engine has one class for all modules of a kind; a parametrized module has one of its own,
     # which changes with every parametrization
-    return (_shared if _is_engine(cls) else _derived)(cls, _rewrapped(cls.__bases__[-1], old, new))
+    derived: Any = _shared if _is_engine(cls) else _derived
+    return derived(cls, _rewrapped(cls.__bases__[-1], old, new))
 
 
 def _derived(like: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
