@@ -132,7 +132,7 @@ LAUNCHES = {name.path for name in compat.NAMES if name.package == "triton"} | {
 def outcomes() -> dict[str, dict]:
     arguments = [json.dumps(group) for group in GROUPS.values()]
     done = subprocess.run(
-        [sys.executable, TESTS / "without.py", *arguments],
+        [sys.executable, TESTS / "tools" / "without.py", *arguments],
         capture_output=True,
         text=True,
         timeout=550,
