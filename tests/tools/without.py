@@ -1,4 +1,4 @@
-"""Runs a patched block or model where private names are gone: `python tests/tools/without.py GROUP ...`.
+"""Runs a patched model where private names are gone: `python tests/tools/without.py GROUP ...`.
 
 Each group of names is hidden from moe_patch/compat.py alone, as if this version had renamed them,
 in a process of its own, forked once torch and transformers are imported. A line of JSON a group
