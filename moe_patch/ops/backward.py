@@ -76,7 +76,7 @@ def gradients(kept: Kept, d_out: Tensor, need: Inputs) -> Inputs:
         d_gate_up = d_gate_up_projection(kept, x, d_pre, order, need.gate_up)
         d_x, side = d_hidden_states(kept, x, d_pre, order, need)
         if need.gate_up.a:
-            d_a = d_gate_up_a(x, side, order, like=kept.gate_up.a)
+            d_a = d_gate_up_a(kept, x, side, order)
             d_gate_up = d_gate_up._replace(a=d_a)
     return Inputs(d_x, d_weights, d_gate_up, d_down)
 
@@ -174,9 +174,9 @@ def d_hidden_states(
     return d_x, turned.side if turned else None
 
 
-def d_gate_up_a(x: Tensor, side: Tensor, order: ExpertOrder, like: Tensor) -> Tensor:
+def d_gate_up_a(kept: Kept, x: Tensor, side: Tensor, order: ExpertOrder) -> Tensor:
     """[E, R, H] of x [T, H] and d_pre B [S, R]."""
-    d_a, top_k = torch.empty_like(like), len(side) // len(x)
+    d_a, top_k = torch.empty_like(kept.gate_up.a), kept.routing.weights.shape[1]
     kernels.dw.dw(x, side, order, gather=top_k, out=d_a.mT)
     return d_a
 
