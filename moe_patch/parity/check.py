@@ -91,7 +91,8 @@ def check_parity(
                 described, kind = _describe(name, comparison), str(comparison.dtype)[6:]
                 report.sections.append(Section(described, kind, count, rows, remark))
             report.paths[:] = [p for p in PATHS if p in {*report.paths, *comparison.paths}]
-            skipped += [f"{name}, {way}: {why}" for way, why in comparison.refused.items()]
+            where = f"{name}, " if name else ""
+            skipped += [f"{where}{way}: {why}" for way, why in comparison.refused.items()]
     except KeyboardInterrupt as stop:
         vars(stop)["report"] = report  # what is done
         raise
