@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample",
         action="store_true",
-        help="of each test, two of its cases and an eighth of the others, the same in every run",
+        help="of each test that is not slow, two of its cases and an eighth of the others",
     )
 
 
@@ -65,7 +65,9 @@ def left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Cases that `--sample` does not run; which ones hangs on the tests' names alone."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if GPUS or not item.get_closest_marker("gpu"):  # others are skipped
+        if item.get_closest_marker("slow"):
+            yield item
+        elif GPUS or not item.get_closest_marker("gpu"):  # others are skipped
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         drawn = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))

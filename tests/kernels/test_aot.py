@@ -32,7 +32,10 @@ LIKE_OTHERS = pytest.param(
 )  # the tiles of sm_89, the loads of sm_100
 
 
-@pytest.mark.parametrize("chip", ("sm_80", "sm_89", "sm_90", "sm_100", LIKE_OTHERS, "gfx942"))
+SLOW = [pytest.param(chip, marks=pytest.mark.slow) for chip in ("sm_80", "sm_100", "gfx942")]
+
+
+@pytest.mark.parametrize("chip", ("sm_89", "sm_90", LIKE_OTHERS, *SLOW))
 def test_compiles_ahead_of_time(chip):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
