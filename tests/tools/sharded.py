@@ -325,17 +325,17 @@ def patched_on_one_rank() -> None:
 @check()
 def other_versions() -> None:
     """All ranks say so."""
-    model, own = load(saved("qwen3_moe"), **engine("ep")), moe_patch.__version__
+    model, own = load(saved("qwen3_moe"), **engine("ep")), ranks.__version__
     me = distributed.get_rank()
     after = (me + 1) % WORLD
-    moe_patch.__version__ = f"0.0.{me}"
+    ranks.__version__ = f"0.0.{me}"
     try:
         refused(
             RuntimeError, f"rank {after} patched", f"moe_patch 0.0.{after} and not 0.0.{me}",
             call=lambda: moe_patch.patch(model),
         )  # fmt: skip
     finally:
-        moe_patch.__version__ = own
+        ranks.__version__ = own
 
 
 @check()
