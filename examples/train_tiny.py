@@ -232,7 +232,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def proved(results: Sequence[Result], bound: float) -> str:
-    """What the run shows, in one sentence."""
+    """Return the sentence that says what the run shows."""
     if not all(r.holds(bound) for r in results):
         return "Not shown: the lines with NO train otherwise than Hugging Face's, or do not learn."
     if any(THEIRS in r.curves for r in results):

@@ -73,7 +73,7 @@ ACTS: dict[str, Act] = {
     "relu": Act(_relu, lambda gate, alpha: F.relu(gate)),
     "relu2": Act(_relu2, lambda gate, alpha: F.relu(gate) ** 2),
 }
-"""What `Activation.act` may be. A new act is one entry here, and nothing anywhere else: kernels,
+"""Every value of `Activation.act`. A new act is one entry here, and nothing anywhere else: kernels,
 twins, the recognition of a model's own gate and the tests of every activation read this table."""
 
 FORMS = ("concatenated", "interleaved", "ungated")

@@ -1,4 +1,4 @@
-"""What a kind of bench declares, and what a run of one has so far."""
+"""The interface of a kind of bench, and the state of a run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Timed(Kind):
 
     @abstractmethod
     def tables(self, rows: Sequence[Any]) -> Iterable[Table]:
-        """What shows the rows."""
+        """Return the table that shows the rows."""
 
     def silent(self, options: argparse.Namespace) -> bool:
         """Whether another process prints and writes."""
@@ -97,7 +97,7 @@ class Timed(Kind):
 
 @dataclass
 class Run:
-    """What a run was asked for, and what it has so far."""
+    """Options of a run, and its rows so far."""
 
     options: argparse.Namespace
     progress: Progress

@@ -206,7 +206,7 @@ def _peak_gb(call: Callable[[], object]) -> float:
 
 
 def rate_tables(rates: Sequence[Rate]) -> Iterable[Table]:
-    """Of a whole model, a line a task."""
+    """The table of a whole model, a line a task."""
     for key, group in itertools.groupby(rates, lambda r: (r.model, r.layers)):
         header = ["", "batch", "prompt", "HF tokens/s", "patched tokens/s", "patched is"]
         group = list(group)

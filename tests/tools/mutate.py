@@ -4,8 +4,8 @@
 
 A fault is a small change of one place: a comparison, a condition, a number, an operator, a returned
 value or a call left out. Each runs in a copy of the checkout, in a process forked from one that has
-imported torch and transformers already. A fault that no test sees survives; survivors are listed,
-and docs/testing.md says of each what was done about it.
+imported torch and transformers already. A fault that no test sees survives; the last line counts
+the survivors, and `--json` keeps every verdict.
 """
 
 from __future__ import annotations
