@@ -64,6 +64,12 @@ class Name:
         words = SimpleNamespace(**dict.fromkeys(_words(code) if code else (), True))
         return getattr(words, rest.partition("#")[2], None)
 
+    def put(self, new: Any) -> None:
+        """Gives the name to something else."""
+        module, _, rest = self.path.partition(":")
+        *owners, last = rest.split(".")
+        setattr(functools.reduce(getattr, owners, importlib.import_module(module)), last, new)
+
     def sentence(self) -> str:
         """What is lost without it."""
         name = self.path.partition("#")[2] or self.path.replace(":", ".").replace("()", "")
@@ -662,6 +668,22 @@ def interpreted() -> bool:
     found = _RUNTIME.find()
     return os.environ.get("TRITON_INTERPRET") == "1" if found is None else bool(found)
 
+
+_REPEATED = "its interpreter repeats work that could be done once, and takes three times as long"
+PATCH_LANGUAGE, NUMPY_DTYPE, CALL, REWRITE, BLOCK_TYPE, TENSOR = INTERPRETER = [
+    _name(path, why, TRITON, _REPEATED, needed=interpreted)
+    for path, why in (
+        (
+            "triton.runtime.interpreter:_patch_lang",
+            "Puts the interpreter's functions into triton.language for each launch and call.",
+        ),
+        ("triton.runtime.interpreter:_get_np_dtype", "Makes a table for each look-up."),
+        ("triton.runtime.interpreter:InterpretedFunction.__call__", "Patches for each call."),
+        ("triton.runtime.interpreter:InterpretedFunction.rewrite", "What a call runs."),
+        ("triton.language.core:block_type.__init__", "Writes its name for each result."),
+        ("triton.language.core:tensor.__init__", "Makes constants of each result's shape."),
+    )
+]
 
 _LAUNCHER = "kernels start through Triton's own launcher, which takes longer for each"
 _NVIDIA = "triton.backends.nvidia.driver"

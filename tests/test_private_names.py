@@ -90,6 +90,7 @@ GROUPS = {
     "forward-mode AD": {"names": ["_current_level"], "run": "under_forward_ad"},
     "batched gradients": {"names": ["_dispatch_keys"], "run": "batched"},
     "export": {"names": ["FakeTensor"], "run": "exported"},
+    "the interpreter's shortcuts": {"names": ["_patch_lang", "_get_np_dtype", "rewrite"]},
     "the default gate": {"names": ["_default_apply_gate"], "fused": "gate not fused"},
     "gates": {"names": ["_apply_gate"], "fused": "0 of 1"},
     "interfaces": {
@@ -125,7 +126,7 @@ GROUPS = {
 LAUNCHES = {name.path for name in compat.NAMES if name.package == "triton"} | {
     "torch._C:_cuda_getDevice", "torch._C:_cuda_getCurrentRawStream",
 }  # fmt: skip
-"""Only a GPU needs them: below."""
+"""A GPU needs most of them: below."""
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from ..compat import has_tensor_descriptor, interpreted
 from ..precision import allows_tf32
-from . import table
+from . import interpreter, table
 from .activate import gate_of
 from .launch import Launch, descriptor, power_of_two
 
 INTERPRET: bool = interpreted()
+if INTERPRET:
+    interpreter.quicken()
 W8 = "_w8"
 """Ends the names of kernels that read FP8 weights, with rows of another dtype."""
 

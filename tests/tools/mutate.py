@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -165,7 +165,7 @@ def tests_of(file: str) -> list[Path]:
     return [found[name].relative_to(ROOT) for name in names if name in found]
 
 
-def run(mutant: Mutant | None, tests: list[Path], home: Path, limit: float) -> str:
+def run(mutant: Mutant | None, tests: Sequence[Path], home: Path, limit: float) -> str:
     """ "killed", "survived" or "timed out", of a copy of the checkout at `home`."""
     path = home / (mutant.file if mutant else "pyproject.toml")
     whole = path.read_bytes()
@@ -184,10 +184,10 @@ def run(mutant: Mutant | None, tests: list[Path], home: Path, limit: float) -> s
         path.write_bytes(whole)
 
 
-def _pytest(home: Path, tests: list[Path]) -> None:
+def _pytest(home: Path, tests: Sequence[Path]) -> None:
     os.chdir(home)
     sys.path.insert(0, str(home))
-    os.environ["PYTHONPATH"] = str(home)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])
     sys.dont_write_bytecode = True
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         os.dup2(nowhere.fileno(), 1)
@@ -210,17 +210,18 @@ def _preload() -> None:
     sys.modules["torch"].set_num_threads(1)
 
 
-def worker(chosen: list[Mutant], limit: float, results: multiprocessing.Queue) -> None:
-    """Runs its share of the faults in a copy of its own."""
+def worker(tasks: multiprocessing.Queue, limit: float, results: multiprocessing.Queue) -> None:
+    """Runs tasks in a copy of the checkout: a fault or None, and the files of its tests."""
     _preload()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "checkout"
-        skipped = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "out", ".whl", "docs")
+        skipped = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "out", ".whl")
         shutil.copytree(ROOT, home, ignore=skipped)
-        for mutant in chosen:
+        while (task := tasks.get()) is not None:
+            mutant, tests = task
             began = time.time()
-            verdict = run(mutant, tests_of(mutant.file), home, limit)
-            results.put((mutant, verdict, time.time() - began))
+            verdict = run(mutant, tests, home, limit)
+            results.put((mutant, tests, verdict, time.time() - began))
 
 
 def main() -> int:
@@ -242,22 +243,29 @@ def main() -> int:
         chosen += draw.sample(every, share)
     draw.shuffle(chosen)
 
-    results: multiprocessing.Queue = multiprocessing.get_context("spawn").Queue()
-    workers = [
-        multiprocessing.get_context("spawn").Process(
-            target=worker, args=(chosen[i :: options.jobs], options.limit, results)
-        )
-        for i in range(options.jobs)
-    ]
-    for each in workers:
-        each.start()
-    verdicts = []
-    for count in range(1, len(chosen) + 1):
-        mutant, verdict, seconds = results.get()
-        verdicts.append({**asdict(mutant), "verdict": verdict, "seconds": round(seconds, 1)})
-        print(f"{count}/{len(chosen)} {verdict} in {seconds:.0f} s: {mutant}", flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    tasks, results = spawn.Queue(), spawn.Queue()
+    for tests in {tuple(tests_of(mutant.file)) for mutant in chosen}:
+        tasks.put((None, tests))  # tests that fail without a fault would kill every fault
+    for mutant in chosen:
+        tasks.put((mutant, tuple(tests_of(mutant.file))))
+    count = tasks.qsize()
+    for _ in range(options.jobs):
+        tasks.put(None)
+        spawn.Process(target=worker, args=(tasks, options.limit, results), daemon=False).start()
+    verdicts, failing = [], set()
+    for done in range(1, count + 1):
+        mutant, tests, verdict, seconds = results.get()
+        print(f"{done}/{count} {verdict} in {seconds:.0f} s: {mutant or tests}", flush=True)
+        if mutant:
+            verdicts.append({**asdict(mutant), "verdict": verdict, "seconds": round(seconds, 1)})
+        elif verdict != "survived":
+            failing.add(tests)
         if options.json:
             options.json.write_text(json.dumps(verdicts, indent=1) + "\n")
+    if failing:
+        print(f"no verdict counts: these fail, or take too long, without a fault: {failing}")
+        return 1
     survived = [each for each in verdicts if each["verdict"] == "survived"]
     print(f"{len(verdicts)} faults, {len(survived)} survived")
     return 0

@@ -1,0 +1,86 @@
+"""Triton's interpreter without the work that it repeats: same numbers, a third of the time."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+from ..compat import BLOCK_TYPE, CALL, INTERPRETER, NUMPY_DTYPE, PATCH_LANGUAGE, REWRITE, TENSOR
+
+
+@functools.cache
+def quicken() -> None:
+    """Has the interpreter do once what it does for each launch, call or intermediate result.
+
+    Each launch, and each call of a jit function inside one (tl.zeros and tl.sum are such), looks
+    through triton.language for functions to replace; each intermediate result writes down its type
+    and shape again, and looks its dtype up in a table made for that. Does nothing where Triton has
+    renamed one of these functions.
+    """
+    if any(name.find() is None for name in INTERPRETER):
+        return
+    PATCH_LANGUAGE.put(_patched_once(PATCH_LANGUAGE.find()))
+    CALL.put(_called(REWRITE.find()))
+    NUMPY_DTYPE.put(_looked_up_once(NUMPY_DTYPE.find()))
+    BLOCK_TYPE.put(_described_once(BLOCK_TYPE.find()))
+    TENSOR.put(_measured_once(TENSOR.find()))
+
+
+def _patched_once(patch: Any) -> Any:
+    import triton.language as tl
+
+    @functools.cache
+    def patched() -> SimpleNamespace:
+        # it patches the modules that a function's globals hold: ours hold tl, Triton's tl.core
+        patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        return SimpleNamespace(restore=lambda: None)  # nothing after a launch wants it as it was
+
+    return lambda function: patched()
+
+
+def _called(rewrite: Any) -> Any:
+    def call(self, *args, **kwargs):
+        return rewrite(self)(*args, **kwargs)
+
+    return call
+
+
+def _looked_up_once(look_up: Any) -> Any:
+    found: dict[str, Any] = {}
+
+    def looked_up(dtype):
+        if dtype.name not in found:
+            found[dtype.name] = look_up(dtype)
+        return found[dtype.name]
+
+    return looked_up
+
+
+def _described_once(describe: Any) -> Any:
+    found: dict[tuple, dict[str, Any]] = {}
+
+    def described(self, element_ty, shape):
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key in found:
+            vars(self).update(found[key])
+            self.element_ty = element_ty
+        else:
+            describe(self, element_ty, shape)
+            found[key] = dict(vars(self))
+
+    return described
+
+
+def _measured_once(measure: Any) -> Any:
+    found: dict[str, dict[str, Any]] = {}
+
+    def measured(self, handle, type):
+        if type.name in found:
+            vars(self).update(found[type.name])
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+        else:
+            measure(self, handle, type)
+            found[type.name] = dict(vars(self), handle=None)
+
+    return measured
