@@ -1,6 +1,7 @@
 """Puts one fault at a time into the package and runs the tests that should see it.
 
     python tests/tools/mutate.py --sample 200 --seed 0 --jobs 2 --json mutants.json
+    python tests/tools/mutate.py --again mutants.json --match ops/fp8.py
 
 A fault is a small change of one place: a comparison, a condition, a number, an operator, a returned
 value or a call left out. Each runs in a copy of the checkout, in a process forked from one that has
@@ -224,16 +225,8 @@ def worker(tasks: multiprocessing.Queue, limit: float, results: multiprocessing.
             results.put((mutant, tests, verdict, time.time() - began))
 
 
-def main() -> int:
-    """Prints each verdict and the survivors."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folders", nargs="+", default=list(FOLDERS), help="of moe_patch/")
-    parser.add_argument("--sample", type=int, default=200, help="faults, equally many a folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=600, help="seconds a fault")
-    parser.add_argument("--json", type=Path, help="where to write all verdicts")
-    options = parser.parse_args()
+def sample(options: argparse.Namespace) -> list[Mutant]:
+    """Faults drawn at random, as many in each folder."""
     draw, chosen = random.Random(options.seed), []
     for folder in options.folders:
         files = sorted((ROOT / "moe_patch" / folder).glob("*.py"))
@@ -242,7 +235,34 @@ def main() -> int:
         print(f"{folder}: {len(every)} faults, {share} drawn", flush=True)
         chosen += draw.sample(every, share)
     draw.shuffle(chosen)
+    return chosen
 
+
+def survivors(verdicts: Path) -> list[Mutant]:
+    """The faults that survived, where they are in the code of today."""
+    chosen = []
+    for each in json.loads(verdicts.read_text()):
+        if each["verdict"] == "survived":
+            same = [m for m in mutants(ROOT / each["file"]) if m.new == each["new"]]
+            same = [m for m in same if m.old == each["old"]]
+            chosen += sorted(same, key=lambda m: abs(m.line - each["line"]))[:1]
+    return chosen
+
+
+def main() -> int:
+    """Prints each verdict and the survivors."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folders", nargs="+", default=list(FOLDERS), help="of moe_patch/")
+    parser.add_argument("--sample", type=int, default=200, help="faults, equally many a folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=600, help="seconds a fault")
+    parser.add_argument("--again", type=Path, help="only the survivors in such a file of verdicts")
+    parser.add_argument("--match", default="", help="only faults whose line has this text")
+    parser.add_argument("--json", type=Path, help="where to write all verdicts")
+    options = parser.parse_args()
+    chosen = survivors(options.again) if options.again else sample(options)
+    chosen = [mutant for mutant in chosen if options.match in str(mutant)]
     spawn = multiprocessing.get_context("spawn")
     tasks, results = spawn.Queue(), spawn.Queue()
     for tests in {tuple(tests_of(mutant.file)) for mutant in chosen}:
