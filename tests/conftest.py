@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Iterator
 
 for _library in ("OMP", "OPENBLAS", "MKL"):  # read when torch and numpy are imported
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
@@ -41,37 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("moe_patch")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--sample",
-        action="store_true",
-        help="of each test that is not slow, one of its cases and a sixteenth of the others",
-    )
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--sample"):
-        left = set(left_out(items))
-        config.hook.pytest_deselected(items=[item for item in items if item in left])
-        items[:] = [item for item in items if item not in left]
     for item in items:
         if GPUS < 1 and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if GPUS < 2 and item.get_closest_marker("multigpu"):
             item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
-
-
-def left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Cases that `--sample` does not run; which ones hangs on the tests' names alone."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow"):
-            yield item
-        elif GPUS or not item.get_closest_marker("gpu"):  # others are skipped
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
-        drawn = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        yield from drawn[1 + -(-(len(drawn) - 1) // 16) :]
 
 
 @pytest.fixture(scope="session")

@@ -74,7 +74,6 @@ def test_two_processes(tmp_path):
     assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
 
 
-@pytest.mark.slow
 def test_four_processes(tmp_path):
     """Meshes of two dimensions, which two ranks do not have."""
     both_ways, cpus = ("two_dimensions", "newest_engines[fsdp_ep]"), {"CUDA_VISIBLE_DEVICES": ""}

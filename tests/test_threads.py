@@ -228,7 +228,6 @@ def test_factors_that_nobody_takes_are_computed_by_peft(monkeypatch):
     assert_close(logits(patched, 0), expected)
 
 
-@pytest.mark.slow
 def test_compiled_before_and_after_adapters_were_lent():
     """A compiled forward looks whether this thread has been lent any: no guard of it may fail."""
     block, model = tiny_block("qwen3_moe"), adapted("qwen3_moe")

@@ -27,15 +27,7 @@ KERNELS = {
 }
 
 
-LIKE_OTHERS = pytest.param(
-    "sm_120", marks=pytest.mark.gpu
-)  # the tiles of sm_89, the loads of sm_100
-
-
-SLOW = [pytest.param(chip, marks=pytest.mark.slow) for chip in ("sm_80", "sm_100", "gfx942")]
-
-
-@pytest.mark.parametrize("chip", ("sm_89", "sm_90", LIKE_OTHERS, *SLOW))
+@pytest.mark.parametrize("chip", ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"))
 def test_compiles_ahead_of_time(chip):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)

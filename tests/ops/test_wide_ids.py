@@ -36,7 +36,6 @@ def known(index: torch.Tensor) -> torch.Tensor:
     return index.masked_fill((index < 0) | (index >= EXPERTS), -1)
 
 
-@pytest.mark.slow
 @settings(max_examples=15)
 @given(table=tables)
 def test_training_and_inference_agree(device, table):

@@ -212,7 +212,6 @@ def test_compiles_without_graph_breaks(family, device):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.slow
 def test_whole_gpt_oss(device):
     config = GptOssConfig(
         hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,

@@ -112,7 +112,6 @@ for folder in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
 def test_loads_where_we_are_not_installed(tmp_path):
     """The model as Hugging Face would compute it, and adapters."""
     folders = [tmp_path / family for family in CONFIGS]
