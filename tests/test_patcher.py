@@ -17,6 +17,7 @@ from tiny import (
 )
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.distributed.tensor_parallel import TensorParallelLayer
 from transformers.models.llama4 import modeling_llama4 as hf_llama4
 from transformers.models.qwen3_moe import modeling_qwen3_moe as hf_qwen3
 
@@ -260,6 +261,10 @@ def custom_block(block):
     block.__class__ = CustomMoe
 
 
+def planned_router(block):
+    TensorParallelLayer().install_forward(block.router, None)
+
+
 def sequential(block):
     block.experts = SequentialLlama4TextExperts([nn.Linear(4, 4)])
 
@@ -284,6 +289,7 @@ LLAMA4 = {
     custom_block: "CustomMoe derives from Llama4TextMoe",
     sequential: "SequentialLlama4TextExperts",
     own_block_forward: "replaced on the instance",
+    planned_router: "expert parallelism expects three values from a router",
 }
 UNFIT = [("qwen3_moe", *case) for case in (COMMON | QWEN3).items()]
 UNFIT += [("llama4", *case) for case in (COMMON | LLAMA4).items()]

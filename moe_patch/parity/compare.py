@@ -401,9 +401,12 @@ class Comparison:
         }
 
     def _with_sentinels(self, base: Run, given: Inputs) -> tuple[Family, Inputs]:
-        """Every third slot dropped; its weight stays, since nothing must come of it."""
+        """Every third slot dropped; its weight stays, since nothing must come of it.
+
+        Never the first: of a single slot nothing would be left to compare.
+        """
         index = base["index"].clone()
-        index.view(-1)[::3] = self.num_experts
+        index.view(-1)[1::3] = self.num_experts
         given.index, given.weights = index, base["weights"].to(given.x.dtype)
         return replace(self.family, router=None, shared_expert=False), given
 

@@ -208,15 +208,13 @@ def why_not(
     return broken
 
 
-def widened(numbers: float | None) -> float:
+def widened(numbers: float) -> float:
     """How much more than the law's factors an honest ratio of two rms may be by luck alone.
 
     Both are over `numbers` independent errors, so that their squares' ratio follows Fisher's F: the
     power keeps the chance below 1e-6 from 8 numbers on (docs/parity.md).
     """
-    if numbers is None or numbers >= MIN_NUMBERS:
-        return 1.0
-    return (MIN_NUMBERS / max(numbers, 1)) ** 0.75
+    return (MIN_NUMBERS / min(max(numbers, 1), MIN_NUMBERS)) ** 0.75
 
 
 def _times(ours: float, hf: float) -> str:
@@ -271,7 +269,8 @@ def row(
 
 
 def _finite(value: float, scale: float) -> float | None:
-    return value / scale if scale and math.isfinite(value / scale) else None
+    relative = value / scale if scale else math.inf
+    return relative if math.isfinite(relative) else None
 
 
 def judge(

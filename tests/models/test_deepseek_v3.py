@@ -1,10 +1,12 @@
 """DeepSeek-V3's block, patched against Hugging Face's: shared experts beside the routed ones."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from small import shrink
+from torch._subclasses import FakeTensorMode
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
@@ -74,6 +76,51 @@ def test_a_block_with_a_forward_of_its_own_has_its_experts_fused(device):
     expected = block(x)
     assert moe_patch.patch(block).fused == [""]
     torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tokens, captured, pays",
+    [
+        (1, False, False), (15, False, False), (16, False, True), (256, False, True),
+        (257, False, False), (1, True, True), (15, True, True), (257, True, False),
+    ],
+)  # fmt: skip
+def test_how_many_tokens_pay_for_a_second_stream(tokens, captured, pays, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    with FakeTensorMode(), torch.no_grad():  # no GPU is needed for tensors without memory
+        for shape in ((1, tokens, 512), (tokens, 1, 512), (tokens, 512)):
+            assert overlap.overlaps(torch.empty(shape, device="cuda:0")) is pays
+    with torch.no_grad():
+        assert not overlap.overlaps(torch.empty(tokens, 512))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_the_second_stream_waits_for_what_is_written_before(device):
+    x = torch.zeros(64, 1024, device=device)
+    double, triple = (functools.partial(torch.mul, other=each) for each in (2, 3))
+    overlap.both(x, double, triple)  # loads the kernels
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    x.fill_(1)
+    out, routed = overlap.both(x, double, triple)
+    assert torch.equal(out, 2 * x) and torch.equal(routed, 3 * x)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_memory_of_the_second_stream_is_kept_for_the_first(device):
+    """Another thread on the same stream shares the second one, and may allocate there at once."""
+    x = torch.ones(64, 1024, device=device)
+    side = overlap._beside(torch.cuda.current_stream())
+    out, _ = overlap.both(x, functools.partial(torch.mul, other=2), torch.clone)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    read = out.clone()
+    del out
+    with torch.cuda.stream(side):
+        others = [torch.full_like(x, 7) for _ in range(32)]
+    assert (read == 2).all() and len(others) == 32
 
 
 @pytest.mark.gpu

@@ -235,6 +235,92 @@ def test_a_grad_that_changes_before_its_turn(device, made, change):
         torch.testing.assert_close(parameter.grad, before + expected[name].grad)
 
 
+class Between(torch.autograd.Function):
+    """Takes weights, gives them no gradient, and calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx, function, x, *weights):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.function()
+        return None, grad, None, None
+
+
+@pytest.mark.parametrize("change", ("none", "other"))
+def test_a_grad_that_changes_and_no_other_gradient_comes(device, made, change):
+    """The weights' other use has none: what was to be added is the whole gradient."""
+    found, parameters = arguments(device)
+    found["hidden_states"].requires_grad_()
+    call(found).sum().backward()
+    first = {name: p.grad for name, p in parameters.items()}
+    kept = {name: grad.clone() for name, grad in first.items()}
+    other = {name: torch.randn_like(p).mT.contiguous().mT for name, p in parameters.items()}
+
+    def put():
+        for name, parameter in parameters.items():
+            parameter.grad = None if change == "none" else other[name].clone()
+
+    inner = Between.apply(put, found["hidden_states"], *parameters.values())
+    call(found | {"hidden_states": inner}).sum().backward()
+    assert made == [True] * 2 + [False] * 2
+    for name, parameter in parameters.items():
+        assert torch.equal(first[name], kept[name])
+        before = 0 if change == "none" else other[name]
+        torch.testing.assert_close(parameter.grad, before + kept[name])
+
+
+def test_a_sparse_grad_becomes_dense(device, made):
+    found, parameters = arguments(device)
+    call(found).sum().backward()
+    first = {name: p.grad for name, p in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = parameter.grad.to_sparse()
+    call(found).sum().backward()
+    assert made == [True] * 4
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.grad, 2 * first[name])
+
+
+class Seen(torch.Tensor):
+    """Counts what torch does to it."""
+
+    done: dict[str, int] = {}
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        cls.done[str(function)] = cls.done.get(str(function), 0) + 1
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **kwargs or {})
+
+
+def test_a_grad_of_another_class_sees_the_addition(device, made):
+    """As FSDP's: what lies behind it is its own affair."""
+    found, parameters = arguments(device)
+    call(found).sum().backward()
+    first = {name: p.grad.clone() for name, p in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = parameter.grad.as_subclass(Seen)
+    Seen.done.clear()
+    call(found).sum().backward()
+    assert made == [True] * 4 and Seen.done["aten.add_.Tensor"] == 2
+    for name, parameter in parameters.items():
+        total = parameter.grad.as_subclass(torch.Tensor)
+        torch.testing.assert_close(total, 2 * first[name])
+
+
+def test_one_number_in_the_place_of_a_grad_is_refused(device, made):
+    """By autograd, which would have to write all of a gradient to it."""
+    found, parameters = arguments(device)
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros((), device=device).expand(parameter.shape)
+    with pytest.raises(RuntimeError, match="refers to a single memory location"):
+        call(found).sum().backward()
+    assert not any(p.grad.any() for p in parameters.values())
+
+
 def test_a_backward_that_fails_leaves_nothing(device, made):
     """The next one adds its own gradient alone."""
     found, parameters = arguments(device)

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from ops import DTYPES, assert_close, gradients, in_double, moe, sample
+from ops import DTYPES, assert_close, gradients, in_double, in_fp8, moe, sample
 
-from moe_patch import reference
+from moe_patch import kernels, paths, reference
 from moe_patch.ops.experts import fused_experts
 
 GRADS = ("d_hidden_states", "d_gate_up_proj", "d_down_proj", "d_top_k_weights")
@@ -155,6 +155,46 @@ def test_strided_expanded_and_other_index_dtypes(device):
         assert torch.equal(ours, other)
     row = torch.randn(1, 32, device=device).expand(12, 32)
     compare({**arguments, "hidden_states": row.requires_grad_()})
+
+
+@pytest.mark.parametrize("name", ("gate_up_bias", "down_bias"))
+def test_one_bias_alone_of_any_stride(device, name):
+    arguments = moe(device, torch.float32, 12, 32, 16, 4, 2)
+    arguments[name] = torch.randn(32, 4, device=device).T.requires_grad_()
+    ours, truth = run(arguments), run(in_double(arguments), function=reference.fused_experts)
+    for mine, exact in zip(ours, truth, strict=True):
+        assert_close(mine, exact, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "tokens, quantised, path",
+    [(1, False, "decode"), (20, False, "sorted"), (1, True, "decode"), (20, True, "fp8")],
+)
+def test_the_path_that_runs_is_said(device, tokens, quantised, path):
+    """The certificate lists them."""
+    if path == "fp8" and not kernels.fp8_gemm.runs(device):
+        pytest.skip("needs FP8 products")
+    arguments = moe(device, torch.float32, tokens, 128, 128, 2, 1, grad=False)
+    with paths.recorded() as seen:
+        fused_experts(**in_fp8(arguments) if quantised else arguments)
+    assert seen == {path}
+
+
+@pytest.mark.parametrize("same", (True, False))
+def test_slots_are_sorted_again_only_for_tiles_of_another_height(device, monkeypatch, same):
+    """FP8 products may have other tiles than the backward."""
+    if not kernels.fp8_gemm.runs(device):
+        pytest.skip("needs FP8 products")
+    arguments = in_fp8(moe(device, torch.float32, 20, 128, 128, 2, 2))
+    heights = kernels.tiles.block_m(40, 2, torch.float32), 16
+    assert heights[0] != heights[1]
+    monkeypatch.setattr(kernels.fp8_gemm, "height", lambda *_: heights[not same])
+    sorts, original = [], kernels.sort_tokens.sort_tokens
+    monkeypatch.setattr(
+        kernels.sort_tokens, "sort_tokens", lambda *given: sorts.append(given) or original(*given)
+    )
+    fused_experts(**arguments)
+    assert [height for *_, height, _ in sorts] == ([64] if same else [16, 64])
 
 
 def test_incoming_gradient_of_a_sum(device):
@@ -311,6 +351,24 @@ def test_compile_full_graph_and_dynamic_tokens(device):
             gradients(expected, d_out, *arguments.values()),
         ):
             assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("wanted", ([], [0], [1, 2, 7]), ids=str)
+def test_compiler_is_told_the_shapes_and_dtypes_that_come(device, wanted):
+    from moe_patch.ops.experts import _experts_forward
+    from moe_patch.ops.operands import NUM_INPUTS, Inputs, Projection
+
+    arguments = moe(device, torch.float16, 5, 32, 16, 4, 2, grad=False)
+    x, gate_up, down, index, weights = arguments.values()
+    inputs = Inputs(x, weights.float(), Projection(gate_up), Projection(down)).flat()
+    given = *inputs, index, False, "silu"
+    _, *made = _experts_forward(*given)
+    need = [at in wanted for at in range(NUM_INPUTS)]
+    calls = {"forward": given, "backward": (*given, *made, torch.randn_like(x), need)}
+    for name, call in calls.items():
+        op = getattr(torch.ops.moe_patch, f"experts_{name}").default
+        found = torch.library.opcheck(op, call, test_utils="test_faketensor")
+        assert found == {"test_faketensor": "SUCCESS"}
 
 
 @pytest.mark.gpu

@@ -28,6 +28,14 @@ SMALL = {"tokens": 5, "hidden": 32, "inner": 24, "num_experts": 4, "top_k": 2, "
         ({"down_proj": lambda x: x.half()}, TypeError, "the same one of"),
         ({"gate_up_proj": lambda x: x.double()}, TypeError, "float64"),
         ({"down_proj": lambda x: x.to("meta")}, ValueError, "one device"),
+        ({"top_k_weights": lambda x: x.to("meta")}, ValueError, "one device, found .*, meta"),
+        ({"gate_up_bias": torch.zeros(4, 24)}, ValueError, r"a floating-point \[4, 48\], found"),
+        ({"down_bias": torch.zeros(4, 32).int()}, ValueError, "floating-point .* torch.int32"),
+        (
+            {"down_bias": torch.zeros(4, 32), "weight_on": "input"},
+            ValueError,
+            "down_bias and weight_on='input' are not computed together",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

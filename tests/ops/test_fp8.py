@@ -159,7 +159,8 @@ def test_masked_groups(device, m_max, n, k):
         if count:
             assert far(out[g, :count], twin[g, :count]) < BOUND
         assert bool((out[g, count:] == 7).all())  # not touched
-    assert torch.equal(fp8.masked_grouped_gemm(*given)[3], out[3])
+    for hint in (None, 0):
+        assert torch.equal(fp8.masked_grouped_gemm(*given, expected_m=hint)[3], out[3])
 
 
 @pytest.mark.gpu
@@ -232,7 +233,7 @@ def test_the_layer(device, tokens, experts, local, hidden, inner, first, quantis
 
 
 EXPERTS = [  # tokens, experts, hidden, intermediate
-    (21, 2, 256, 128, torch.float32),
+    (21, 2, 272, 128, torch.float32),
     pytest.param(300, 8, 2048, 768, torch.bfloat16, marks=pytest.mark.gpu),
     pytest.param(300, 8, 2048, 768, torch.float16, marks=pytest.mark.gpu),
 ]
@@ -308,12 +309,14 @@ def test_bad_input_is_named(device):
     masked = lhs, lhs_scale, rhs, rhs_scale
     with pytest.raises(TypeError, match="masked_m must be int32"):
         fp8.masked_grouped_gemm(*masked, masked_m.long())
-    with pytest.raises(ValueError, match="expected_m is 3"):
-        fp8.masked_grouped_gemm(*masked, masked_m, expected_m=3)
+    for hint in (3, -1):
+        with pytest.raises(ValueError, match=f"expected_m is {hint}: it must be 0 to"):
+            fp8.masked_grouped_gemm(*masked, masked_m, expected_m=hint)
     with pytest.raises(ValueError, match="out must be contiguous bfloat16"):
         fp8.masked_grouped_gemm(*masked, masked_m, out=torch.zeros(2, 2, 128, device=device))
-    with pytest.raises(TypeError, match="quantize takes"):
-        fp8.quantize(masked_m)
+    for rows in (masked_m.float(), torch.zeros(2, 128, dtype=torch.float64, device=device), rhs[0]):
+        with pytest.raises(TypeError, match="quantize takes"):
+            fp8.quantize(rows)
     arguments = layer(device, 4, 16, 4, 128, 128)
     with pytest.raises(ValueError, match="need hidden_states"):
         fp8.moe(arguments[0], arguments[1], arguments[2][:3], *arguments[3:])
@@ -321,6 +324,20 @@ def test_bad_input_is_named(device):
         fp8.moe(arguments[0], None, *arguments[2:])
     with pytest.raises(ValueError, match="only concatenated"):
         fp8.moe(*arguments, activation=Activation(form="interleaved"))
+
+
+def test_a_card_without_fp8_products_is_named(device, monkeypatch):
+    x, offsets = draw(device, 4, 128), torch.tensor([0, 4]).to(device)
+    calls = (
+        (fp8.quantize, (x,)),
+        (fp8.grouped_gemm, (*fp8.quantize(x), *weights(device, 1, 128, 128), offsets)),
+        (fp8.moe, layer(device, 4, 16, 16, 128, 128)),
+    )
+    monkeypatch.setattr(kernels.fp8_gemm, "runs", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    for function, given in calls:
+        with pytest.raises(RuntimeError, match="^NVIDIA A100 has no FP8 products"):
+            function(*given)
 
 
 def test_tensors_elsewhere_are_named(device):

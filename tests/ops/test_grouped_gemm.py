@@ -11,6 +11,7 @@ from ops import DTYPES, assert_close, in_double, moe, sample
 from moe_patch import reference
 from moe_patch.kernels.groups import group_tiles
 from moe_patch.ops import expert_order, grouped_gemm
+from moe_patch.ops.grouped import add_bias, rows_contiguous
 from moe_patch.order import ExpertOrder
 
 GEMM_SIZES = [  # T, K (in), N (out), E, top_k
@@ -86,13 +87,46 @@ def test_grouped_gemm(device, size, dtype, variant, direction, mode, routing):
         assert_close(ours, exact, dtype)
 
 
-def test_gather_then_scatter_makes_the_block(device):
+@pytest.mark.parametrize("frozen", (0, 1), ids=("x", "weight"))
+@pytest.mark.parametrize("variant", ("plain", "gather", "scatter"))
+def test_a_frozen_operand_changes_no_bit_of_the_other_s_gradient(device, variant, frozen):
+    case = gemm_case(device, (5, 16, 8, 4, 2), torch.float32, variant, "random")
+    *operands, order, d_out, how = case
+    both = torch.autograd.grad(grouped_gemm(*operands, order, **how), operands, d_out)
+    operands[frozen] = operands[frozen].detach()
+    out = grouped_gemm(*operands, order, **how)
+    (alone,) = torch.autograd.grad(out, operands[1 - frozen], d_out)
+    assert torch.equal(alone, both[1 - frozen])
+
+
+@pytest.mark.parametrize("kind", ("slice", "columns", "turned", "expanded", "sliding"))
+def test_kernels_are_given_rows_that_lie_side_by_side(device, kind):
+    """And no copy where they do already."""
+    wide = torch.randn(12, 80, device=device)
+    x = {
+        "slice": wide[:, 8:40],
+        "columns": wide[:, ::2],
+        "turned": wide.T[8:40],
+        "expanded": wide[:1].expand(9, 80),
+        "sliding": wide[0].unfold(0, 32, 8),
+    }[kind]
+    found = rows_contiguous(x)
+    assert torch.equal(found, x) and (found is x) == (kind == "slice")
+    assert found.stride(1) == 1 and found.stride(0) >= found.shape[1]
+
+
+@pytest.mark.parametrize("biased", (False, True))
+def test_gather_then_scatter_makes_the_block(device, biased):
     """The unfused pipeline of a family with its own gate gives what fused_experts gives."""
-    arguments = moe(device, torch.float32, 20, 32, 24, 6, 2)
+    arguments = moe(device, torch.float32, 20, 32, 24, 6, 2, biased=biased)
     index, weights = arguments["top_k_index"], arguments["top_k_weights"]
     order = expert_order(index, 6, torch.float32)
     pre = grouped_gemm(arguments["hidden_states"], arguments["gate_up_proj"], order, gather=True)
+    if biased:
+        pre = add_bias(pre, arguments["gate_up_bias"], index, order)
     rows = grouped_gemm(reference.glu(pre), arguments["down_proj"], order, scatter=True)
+    if biased:
+        rows = add_bias(rows, arguments["down_bias"], index, order, scattered=True)
     out = (rows.view(20, 2, 32) * weights[..., None]).sum(1)
     assert_close(out, reference.fused_experts(**in_double(arguments)), torch.float32)
 
@@ -255,6 +289,7 @@ def test_group_refusals(device, change, error, says):
         ({"x": lambda x: x[:-1]}, ValueError, "x 9 rows, not rows"),
         ({"x": lambda x: x[:3], "gather": True}, ValueError, "tokens that divide them"),
         ({"x": lambda x: x.half()}, TypeError, "float16"),
+        ({"weight": lambda w: w.to(torch.float8_e4m3fn)}, ValueError, "pass weight_scale_inv"),
         ({"x": lambda x: x.double(), "weight": lambda w: w.double()}, TypeError, "float64"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -275,7 +310,13 @@ def test_compiler_is_told_the_shapes_that_come(device, need):
         device, (5, 16, 8, 4, 2), torch.float32, "gather", "random"
     )
     fields = [getattr(order, name) for name in list(vars(order))[:6]]
-    arguments = (d_out, x.detach(), weight.detach(), fields, order.block_m, 2, False, need)
-    op = torch.ops.moe_patch.grouped_gemm_backward.default
-    passed = torch.library.opcheck(op, arguments, test_utils="test_faketensor")
-    assert passed == {"test_faketensor": "SUCCESS"}
+    given, options = (x.detach(), weight.detach(), fields), (order.block_m, 2, False)
+    calls = {
+        "grouped_gemm": (*given, *options),
+        "grouped_gemm_backward": (d_out, *given, *options, need),
+        "bias_gradient": (d_out, fields, len(weight), order.block_m, False),
+    }
+    for name, arguments in calls.items():
+        op = getattr(torch.ops.moe_patch, name).default
+        passed = torch.library.opcheck(op, arguments, test_utils="test_faketensor")
+        assert passed == {"test_faketensor": "SUCCESS"}, name

@@ -77,6 +77,16 @@ def test_only_what_is_asked_for(device, wanted):
     assert_close(alone, everything[at].double(), torch.float32)
 
 
+@pytest.mark.parametrize("ranks", ((4, 0), (0, 4)), ids=str)
+def test_one_token_without_gradients_is_updated_too(device, ranks):
+    """Decoding knows no updates."""
+    arguments = moe(device, torch.float32, 1, 48, 32, 8, 2, grad=False)
+    factors(arguments, ranks)
+    expected = fused_experts(**arguments)
+    with torch.no_grad():
+        assert torch.equal(fused_experts(**arguments), expected)
+
+
 def test_compile_full_graph(device):
     arguments = moe(device, torch.float32, 20, 64, 48, 4, 2)
     low = factors(arguments, (4, 8))
@@ -92,12 +102,12 @@ def test_compile_full_graph(device):
 
 
 @pytest.mark.parametrize("crossed", [False, True])
-@pytest.mark.parametrize("scalings", [(1.0,), (0.5,), (2.0, 0.25)])
+@pytest.mark.parametrize("scalings", [(1.0,), (0.5,), (2.0, 0.25, 1.0)])
 def test_peft_s_packing(device, crossed, scalings):
     """Against the einsum in PEFT's ParamWrapper.get_delta_weight."""
     experts, wide, high = 3, 5, 4
     adapters, formed = [], 0
-    for rank, scaling in zip((2, 3), scalings):
+    for rank, scaling in zip((2, 3, 1), scalings):
         a = torch.randn(rank * experts, wide, device=device, requires_grad=True)
         b = torch.randn(high, rank * experts, device=device, requires_grad=True)
         adapters.append((a, b, scaling))

@@ -200,6 +200,18 @@ def test_the_chosen_index_carries_no_gradient(device):
     assert not index.requires_grad
 
 
+def test_a_bias_gets_no_gradient(device):
+    """It is for the choice alone: with frozen logits there is nothing to differentiate."""
+    bias = torch.randn(4, device=device, requires_grad=True)
+    for trained in (True, False):
+        logits = torch.randn(3, 4, device=device, requires_grad=trained)
+        _, weights = select_experts(logits, 2, score="sigmoid", bias=bias)
+        assert weights.requires_grad == trained
+        if trained:
+            weights.sum().backward()
+    assert bias.grad is None
+
+
 @pytest.mark.parametrize("limited", [False, True])
 def test_compile_full_graph(device, limited):
     logits = torch.randn(9, 16, device=device, requires_grad=True)

@@ -143,7 +143,10 @@ def test_fault_of_the_experts_fails(use, name, dtype, fault):
         pytest.skip("no fault in float32; Llama4's block casts it back")
     use(experts)
     tokens = 1 if experts is EXPERTS["training at one token"][0] else 80
-    assert row in failed(certify(build(name, dtype=dtype), tokens=tokens))
+    report = certify(build(name, dtype=dtype), tokens=tokens)
+    assert row in failed(report)
+    notes = [row.note for row in report.rows if not row.passed]
+    assert not any(note.startswith("raises") for note in notes), notes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -222,6 +225,31 @@ def test_other_router_logits_of_llama4_fail(use, monkeypatch, dtype, change):
         pytest.skip("no fault in float32")
     patch_forward(monkeypatch, llama4.Llama4TextMoe, lambda _, out: (out[0], change(out[1])))
     assert "return value" in failed(certify(build("tiny_llama4", dtype=dtype), tokens=80))
+
+
+def test_logits_that_are_detached_in_train_mode_alone_fail(use, monkeypatch):
+    """No bit of what is computed tells."""
+
+    def in_training(self, out):
+        return out[0], out[1].detach() if self.training else out[1]
+
+    patch_forward(monkeypatch, llama4.Llama4TextMoe, in_training)
+    report = certify(build("tiny_llama4"), tokens=80)
+    assert failed(report) == {"train()"}
+    (row,) = (row for row in report.rows if not row.passed)
+    assert row.note == "block: (float32 [80, 64], requires grad; float32 [80, 4])"
+
+
+def test_block_that_raises_fails_where_hugging_faces_runs(use, monkeypatch):
+    def broken(*_):
+        raise LookupError("no such\nexpert")
+
+    monkeypatch.setattr(deepseek_v3.DeepseekV3MoE, "forward", broken)
+    report = certify(small_block("deepseek_v3"), tokens=64)
+    assert failed(report) == {"block output"}
+    (row,) = (row for row in report.rows if not row.passed)
+    assert row.note == "the patched block raises: no such"
+    assert not any("block output" in line for line in report.skipped)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -335,6 +363,14 @@ def test_draws_of_given_rows_differ(use):
     assert len(distinct) >= 16 and all(
         torch.equal(x.abs(), given.abs()) for x in seen if x.dtype == given.dtype
     )
+
+
+@pytest.mark.parametrize("thorough, draws", [(False, 16), (True, 64)])
+def test_how_many_draws_of_one_token_are_pooled(use, thorough, draws):
+    """Two slots each: 32 slots, or 128."""
+    options = {"tokens": 1, "backward": False, "thorough": thorough}
+    (section,) = certify(build("tiny_qwen3"), **options).sections
+    assert section.remark == f"pooled over {draws} draws"
 
 
 def test_every_kind_is_certified_once_and_thorough_all(use):

@@ -294,10 +294,20 @@ def test_two_runs_that_differ_fail(use, name):
     assert not row.passed and "output" in row.note
 
 
-def test_minus_zero_is_not_the_same_bits():
+def test_what_is_not_the_same_bits():
     a = torch.tensor([0.0, torch.nan])
     assert compare._same_bits(a, a.clone())
-    assert not compare._same_bits(a, torch.tensor([-0.0, torch.nan]))
+    for other in (torch.tensor([-0.0, torch.nan]), a[:1], a[None], a.double(), a.view(torch.int32)):
+        assert not compare._same_bits(a, other)
+
+
+def test_what_a_module_returns_is_described():
+    a = torch.zeros(2, 3, dtype=torch.float16, requires_grad=True)
+    text = "float16 [2, 3], requires grad"
+    assert passes.describe({"out": a, "more": [None, {"n": 1}]}) == (
+        f"{{out: {text}; more: (NoneType; {{n: int}})}}"
+    )
+    assert passes.describe((a, a.detach())) == f"({text}; float16 [2, 3])"
 
 
 def test_overflow_must_be_hugging_faces(use):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ops import DTYPES
 from plain import choose, second_best
 from small import BLOCKS
@@ -10,6 +11,7 @@ from small import block as build
 from tiny import Spoil
 
 from moe_patch.parity.compare import Comparison
+from moe_patch.parity.router import routing
 
 
 def compare(block, tokens=64, backward=True, seed=0):
@@ -84,6 +86,28 @@ def test_broken_routers_fail(use, family, fault, row, dtype):
     rows = compare(build(family, dtype), backward=row.startswith("d_"))
     assert not rows[row].passed and rows[row].note, rows
     assert rows["output"].passed and rows["repeat"].passed
+
+
+def test_router_that_knows_nothing_passes(use):
+    """Logits of zero have no error and no size; DeepSeek's bias alone chooses."""
+    block = build("deepseek_v3")
+    with torch.no_grad():
+        block.gate.weight.zero_()
+    rows = compare(block)
+    assert all(row.passed for row in rows.values()), rows
+
+
+def test_near_tie_is_one_of_the_last_that_is_chosen():
+    """The first of three is far ahead; the second and the third are a rounding apart, or not."""
+    own = torch.tensor([[2.0, 1.0, 1.0, 0.0], [2.0, 1.0, 1.0, 0.0]]).double()
+    for gap, passed in ((0.001, True), (0.5, False)):
+        exact = own - torch.tensor([0.0, 0.0, gap, 0.0])
+        row = routing(torch.tensor([[0, 1], [0, 2]]), own, exact, torch.bfloat16)
+        assert row.passed is passed
+        assert passed or row.note == "token 1 went to experts [0, 2]"
+    near = torch.tensor([[2.0, 2.0, 1.0, 0.0]]).double()  # the first two are: both are chosen
+    row = routing(torch.tensor([[0, 2]]), near, near, torch.bfloat16)
+    assert not row.passed and row.note == "token 0 went to experts [0, 2]"
 
 
 def test_second_best_experts_fail(use):

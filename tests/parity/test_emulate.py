@@ -11,11 +11,14 @@ from fp8_models import fp8_model
 from ops import quantised
 from plain import honest
 from tiny import assert_close
+from transformers.integrations import finegrained_fp8 as hf_fp8
+from transformers.integrations.moe import ExpertsInterface
 
 import moe_patch
 from moe_patch import reference
 from moe_patch.parity import emulate, law
 from moe_patch.parity.compare import Comparison
+from moe_patch.shapes import build
 
 pytestmark = pytest.mark.usefixtures("emulated")
 HALF = (torch.bfloat16, torch.float16)
@@ -220,6 +223,42 @@ def test_check_parity_of_a_model(use, emulated):
 def test_kernels_obey_the_law(device, emulated, dtype, inner):
     report = moe_patch.check_parity(block(inner).to(device), dtype=dtype, tokens=[2, 64])
     assert report.passed, report
+
+
+def test_rounded_activations_are_no_excuse_where_weights_are_widened(use, emulated):
+    """There HF's dequantised weights are the law for training, and its rounded activations only for
+    the pass without gradients."""
+    use(w8a8)
+    failed = {row.tensor for row in rows(torch.bfloat16, inner=96) if not row.passed}
+    assert failed == {"output", "d_hidden_states", "d_top_k_weights", "d_router"}
+
+
+@pytest.mark.parametrize("given", (None, *HALF))
+def test_dtype_that_fp8_experts_are_judged_in(use, emulated, given):
+    """What is asked for, else their configuration's, else bfloat16."""
+    mlp = block()
+    for configured in (torch.float16, torch.bfloat16, None):
+        mlp.experts.config.dtype = configured
+        assert Comparison(mlp, given).dtype == (given or configured or torch.bfloat16)
+
+
+@pytest.mark.parametrize("inner,kernel", [(96, honest), (128, w8a8)])
+def test_kernels_that_are_not_to_be_had_are_named(use, emulated, monkeypatch, inner, kernel):
+    """HF fetches its own from the hub, which fails in many ways; other code's bugs are shown."""
+
+    def offline(*_, **__):
+        raise OSError("no such host\nhub.example")
+
+    kernels = hf_fp8.FP8ExpertsInterface._global_mapping
+    monkeypatch.setitem(kernels, "grouped_mm", offline)
+    use(kernel)
+    report = moe_patch.check_parity(block(inner), dtype=torch.float16, tokens=64)
+    assert report.passed, report
+    assert "HF's grouped_mm: no such host" in report.skipped
+    use()
+    monkeypatch.setitem(ExpertsInterface._global_mapping, "grouped_mm", offline)
+    with pytest.raises(OSError, match="no such host"):
+        moe_patch.check_parity(build("tiny_qwen3"), tokens=64)
 
 
 @pytest.mark.parametrize("worse,passes", [(1.0, True), (1.04, True), (1.07, False)])

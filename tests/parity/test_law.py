@@ -122,7 +122,8 @@ def test_insane_baseline_is_no_excuse(case):
     far = 2000 if dtype == torch.float32 else 20  # float32 gradients that cancel lose digits
     off = (hf.double() * (1 + far * torch.finfo(dtype).eps)).to(dtype)
     row = judge("output", ours, [off], truth)
-    assert not row.passed and "nothing to judge by" in row.note
+    assert not row.passed
+    assert f"HF's own error is {row.hf_rms:.1e}: nothing to judge by" in row.note
 
 
 def test_dead_output_fails(case):
@@ -180,6 +181,45 @@ def test_float32_gets_a_factor_of_two():
     eps = torch.finfo(torch.bfloat16).eps
     hf, ours = truth + noise / 1e-7 * eps, truth + 1.9 * noise / 1e-7 * eps
     assert not judge("output", ours, [hf], truth, dtype=torch.bfloat16).passed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_allowed_where_hugging_face_is_exact(dtype):
+    """An eighth of an eps of the truth's rms, which is 2 here, and an eps of its largest."""
+    truth = 2 * torch.ones(512, dtype=torch.float64)
+    eps = torch.finfo(dtype).eps
+    exact = judge("output", truth, [truth], truth, dtype=dtype)
+    assert exact.passed and exact.ratio == 1 and exact.our_rms == exact.our_max == 0
+    for share, passed in ((0.12, True), (0.13, False)):
+        row = judge("output", truth * (1 + share * eps), [truth], truth, dtype=dtype)
+        assert row.passed is passed and ("rms error inf x HF's" in row.note) is not passed
+        assert row.our_rms == pytest.approx(share * eps) == row.our_max
+        assert row.hf_rms == row.hf_max == 0 and row.ratio is None
+    for share, passed in ((0.99, True), (1.01, False)):
+        ours = truth.clone()
+        ours[7] *= 1 + share * eps
+        row = judge("output", ours, [truth], truth, dtype=dtype)
+        assert row.passed is passed and ("largest error inf x HF's" in row.note) is not passed
+
+
+@pytest.mark.parametrize("numbers", [16, 127, 128, 129])
+def test_fewer_numbers_widen_both_factors(numbers):
+    truth = torch.ones(numbers, dtype=torch.float64)
+    eps = torch.finfo(torch.bfloat16).eps
+    error, wider = 7 * eps, (128 / min(numbers, 128)) ** 0.75
+
+    def judged(ours):
+        return judge("output", truth + ours, [truth + error], truth, dtype=torch.bfloat16)
+
+    limit = wider + 1 / (8 * 7)
+    assert judged(truth * error * limit * 0.999).passed
+    assert "rms error" in judged(truth * error * limit * 1.001).note
+    one = torch.zeros_like(truth)
+    one[-1] = error * (1.5 * wider + 1 / 7)
+    assert judged(one * 0.999).passed
+    row = judged(one * 1.001)
+    assert not row.passed and row.note.startswith("largest error")
+    assert row.note.endswith(f"at [{numbers - 1}]")
 
 
 def test_parts_add_up_to_the_whole(case):

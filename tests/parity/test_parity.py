@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from plain import honest
 from torch import nn
+from transformers import DynamicCache
 
 import moe_patch
 from moe_patch import kernels, parity
 from moe_patch.models.decorated import ExpertsConfig
 from moe_patch.parity import check, check_parity
-from moe_patch.shapes import build, build_model
+from moe_patch.shapes import build, build_model, find
 
 BLOCKS = ["tiny_qwen3", "tiny_llama4"]
 
@@ -245,11 +247,13 @@ def test_bad_input_gets_one_sentence(use, monkeypatch):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_model_level(use, name):
+def test_model_level(use, monkeypatch, name):
     model = build_model(name).half()
+    unwanted = "a cache takes memory that is not counted"
+    monkeypatch.setattr(DynamicCache, "update", lambda *_: pytest.fail(unwanted))
     report = check_parity(model, blocks=1, tokens=64, backward=False, model_level=True)
     section = report.sections[-1]
-    assert section.block == "whole model" and section.tokens == 512
+    assert section.block == "whole model" and section.tokens == 512 and section.dtype == "float16"
     assert report.passed and 0 < section.rows[0].hf_rms < 1e-3, report
 
     def scaled(*args, **on):
@@ -278,6 +282,34 @@ def test_model_level_judges_the_median(use, monkeypatch, theirs, passes):
 def test_model_level_says_when_it_cannot(use):
     report = check_parity(build("tiny_qwen3"), tokens=64, backward=False, model_level=True)
     assert report.passed and "no vocabulary" in str(report)
+
+
+def test_model_level_needs_room_for_a_copy_on_one_card(monkeypatch):
+    """Six bytes a parameter, in float32 and in half, and three float32 logits of 512 tokens."""
+    model = build_model("tiny_qwen3", layers=1).half()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    free = 6 * parameters + 3 * 4 * 512 * model.config.vocab_size - 1
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1 << 40))
+    card, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    answer = check._model_level(model, None, 0, {card})
+    assert answer == "a float32 copy needs 0 GiB of free memory"
+    answer = check._model_level(model, None, 0, {card, other})
+    assert answer == "the model is spread over several devices"
+
+
+def test_same_seed_is_the_same_answer(use):
+    """The one that is taken where none is asked for is 0."""
+    block, options = build("tiny_qwen3"), {"tokens": 24, "backward": False}
+    rows = check_parity(block, **options).rows
+    assert rows == check_parity(block, seed=0, **options).rows
+    assert rows != check_parity(block, seed=1, **options).rows
+
+
+def test_one_choice_of_one_token_passes(use):
+    """The pass with sentinels leaves that slot."""
+    report = check_parity(build(replace(find("tiny_qwen3"), top_k=1)), tokens=1)
+    assert report.passed, report
+    assert any(row.tensor == "sentinels, no gradients" for row in report.rows)
 
 
 def test_patched_block_stays_patched(use):

@@ -100,6 +100,22 @@ def test_a_hook_that_is_removed_is_forgotten(ran):
     assert ran == ["fused_experts"]
 
 
+def test_deepspeed_s_hooks_leave_the_numbers_alone(ran):
+    """Not those of others beside them."""
+    _, patched = pair("gelu")
+
+    def fetch(module, args):
+        """As ZeRO-3 brings parameters."""
+
+    fetch.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    patched.act_fn.register_forward_pre_hook(fetch)
+    ran.clear()
+    run(patched)
+    patched.act_fn.register_forward_hook(double)
+    run(patched)
+    assert ran == ["fused_experts", "by_parts"]
+
+
 @pytest.mark.parametrize(
     "backward", ["register_full_backward_hook", "register_full_backward_pre_hook"]
 )
@@ -154,7 +170,13 @@ def set_sequential(experts):
     experts.act_fn = nn.Sequential(nn.SiLU(), nn.ReLU())
 
 
-@pytest.mark.parametrize("change", [set_gelu_s_function, set_mish, set_doubled, set_sequential])
+def set_gate(experts):
+    experts._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[1]
+
+
+@pytest.mark.parametrize(
+    "change", [set_gelu_s_function, set_mish, set_doubled, set_sequential, set_gate]
+)
 def test_what_is_set_later_is_computed(change):
     plain, patched = pair("gelu")
     before = run(plain)
@@ -249,6 +271,15 @@ class Remembering(Base):
         return self.act_fn(gate) * up
 
 
+@use_experts_implementation
+class Crossed(Base):
+    """SiLU's gate unless 0 < gate < up."""
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up + torch.relu(gate) * torch.relu(up - gate)
+
+
 def closed(factor):
     @use_experts_implementation
     class Closed(Base):
@@ -273,8 +304,8 @@ def test_any_number_that_a_gate_reads_is_part_of_the_question(ran):
     assert_close(run(patched), run(plain))
 
 
-@pytest.mark.parametrize("cls", [ByMode, ByConfig, Remembering, closed([1])])
-def test_gates_that_read_more_are_called(cls, ran):
+@pytest.mark.parametrize("cls", [ByMode, ByConfig, Remembering, Crossed, closed([1])])
+def test_gates_that_are_no_fused_activation_are_called(cls, ran):
     plain, patched = pair(cls=cls)
     assert activation_of(patched.eval()) is None
     for training in (False, True):

@@ -15,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moe_patch
+from moe_patch.compat import GATE
 from moe_patch.models import decorated
 from moe_patch.parity.compare import Comparison
 from moe_patch.recognise.eligibility import why_by_parts, why_not_fused
@@ -147,3 +148,13 @@ def test_a_limit_is_seen_however_far(limit):
         activation_of(build(module, name, swiglu_limit=limit))
         == f"silu {limit} 1.0 0.0 concatenated"
     )
+
+
+def test_experts_without_gates_are_known_by_their_activation(monkeypatch):
+    """The decorator gives those a gate too, which nobody calls."""
+    experts = build(
+        "transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts",
+        n_routed_experts=8, mlp_hidden_act="relu2", moe_latent_size=None,
+    )  # fmt: skip
+    monkeypatch.setattr(type(experts), GATE, lambda *_: pytest.fail("called"))
+    assert activation_of(experts) == "relu2 None 1.0 0.0 ungated"

@@ -8,9 +8,10 @@ import warnings
 import pytest
 import torch
 from lora import adapters
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
+from small import block as small_block
 from tiny import assert_close, both_families, tiny_model, tokens
 
 import moe_patch
@@ -160,3 +161,33 @@ def test_an_adapter_that_does_not_fit_is_left_to_peft(family, pair, device):
     assert errors[0] == errors[1]
     said = [str(one.message) for one in said if "moe_patch" in str(one.message)]
     assert len(said) == 1 and "'default' on down_proj" in said[0] and "do not fit" in said[0]
+
+
+@both_families
+def test_peft_s_own_refusals_are_asked(family, pair, device, monkeypatch):
+    """Today's are about arguments that go to PEFT anyway."""
+
+    def refuse(*_):
+        raise TypeError("not that")
+
+    monkeypatch.setattr(ParamWrapper, "_check_forward_args", refuse)
+    for model in pair:
+        with pytest.raises(TypeError, match="not that"):
+            model(tokens(device))
+
+
+def test_adapters_on_a_bias_are_left_to_peft(device, ran):
+    config = LoraConfig(
+        r=2, init_lora_weights=False, target_modules=[],
+        target_parameters=["experts.gate_up_proj_bias"],
+    )  # fmt: skip
+    block = small_block("gpt_oss").to(device)
+    hidden = torch.randn(1, 5, 64, device=device)
+    alone = block(hidden)[0]
+    model = inject_adapter_in_model(config, block)
+    expected = model(hidden)[0]
+    report = moe_patch.patch(model)
+    assert report.fused == [""] and not report.adapters
+    assert "gate_up_proj_bias is not a weight of the experts' two" in report.left[0].reason
+    assert_close(model(hidden)[0], expected)
+    assert ran and not torch.allclose(expected, alone)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny import assert_close, says_once, tiny_block
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrizations, parametrize
 from transformers import MixtralConfig
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf_deepseek
@@ -255,6 +256,25 @@ def test_replaced_before_moe_patch_was_imported(wrapped):
     assert "gate (Qwen3MoeTopKRouter): Qwen3MoeTopKRouter.forward was replaced" in done.stdout
 
 
+def test_decorators_of_transformers_replace_nothing():
+    """Their wrapper is from another module than the class: what it wraps counts."""
+    cls = hf_qwen3.Qwen3MoeExperts
+    assert cls.forward.__globals__["__name__"] != cls.__module__
+    assert not [*original.replaced(cls, ["forward"])]
+
+
+def test_keywords_of_a_class_reach_hugging_face_s():
+    class Titled(nn.Module):
+        def __init_subclass__(cls, title, **options):
+            super().__init_subclass__(**options)
+            cls.title = title
+
+    class FusedTitled(original.Fused, Titled, title="fused"):
+        pass
+
+    assert FusedTitled.title == "fused" and FusedTitled.stands_for is Titled
+
+
 def test_helper_of_the_instance(monkeypatch):
     """A router of several methods: one of them replaced on the instance, or on the class."""
 
@@ -360,6 +380,24 @@ def test_parametrized(family, name, weight, order):
     assert type(getattr(block, name)) is type(getattr(block_of(family), name))
     moe_patch.patch(block)
     assert_close(run(block), expected)
+
+
+def test_classes_that_fully_shard_derives():
+    """One for all modules of a kind."""
+    blocks, cls = nn.ModuleList([mixtral(), mixtral()]), hf_mixtral.MixtralTopKRouter
+    expected = run(blocks[0])
+    derived = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    for block in blocks:
+        block.gate.__class__ = derived
+    report = moe_patch.patch(blocks)
+    assert report.routers == ["0.gate", "1.gate"] and not report.left
+    assert type(blocks[0].gate) is type(blocks[1].gate)
+    assert isinstance(blocks[0].gate, FSDPModule) and isinstance(blocks[0].gate, original.Fused)
+    assert_close(run(blocks[0]), expected)
+    moe_patch.unpatch(blocks)
+    for block in blocks:
+        assert type(block.gate).__bases__ == (FSDPModule, cls)
+    assert torch.equal(run(blocks[0]), expected)
 
 
 def test_class_of_somebody_s_own_is_named_and_nothing_is_done():

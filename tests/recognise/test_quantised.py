@@ -187,6 +187,12 @@ def test_what_is_left_to_hugging_face(changes, says):
     assert why_not_fused(module) == report.skipped[0][2]
 
 
+@pytest.mark.parametrize("size", (127, 128, 129, 257))
+def test_a_block_that_is_not_whole_has_a_scale(size):
+    module = experts(hidden_size=size, moe_intermediate_size=size, fill_in=False)
+    assert why_not_fused(module) is None
+
+
 @pytest.mark.parametrize("scheme", ("dynamic", "static"))
 @torch.no_grad()
 def test_nested_wrappers_do_not_call_each_other_for_ever(use, ran, monkeypatch, scheme):

@@ -21,6 +21,7 @@ from tiny import assert_close, assert_same_scores, says_once, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 
 import moe_patch
 from moe_patch import environment, switch
@@ -113,14 +114,16 @@ def test_families_that_are_recognised():
     assert DEEPSEEK_V3 <= like <= DEEPSEEK_V3 | LATER
 
 
-def mutant(old, new, name="transformers.models.mutant"):
-    """DeepSeek-V3's class with other code, in a module of that name."""
-    source = inspect.getsource(DeepseekV3TopkRouter)
-    assert old in source
+def mutant(*changes, name="transformers.models.mutant", cls=DeepseekV3TopkRouter):
+    """The class with other code, old and new in turns, in a module of that name."""
+    source = inspect.getsource(cls)
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert old in source
+        source = source.replace(old, new)
     module = ModuleType(name)
     exec("import torch, torch.nn as nn, torch.nn.functional as F", vars(module))
-    exec(compile(source.replace(old, new), "mutant", "exec"), vars(module))
-    return module.DeepseekV3TopkRouter
+    exec(compile(source, "mutant", "exec"), vars(module))
+    return getattr(module, cls.__name__)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,8 @@ def mutant(old, new, name="transformers.models.mutant"):
         ("scores.gather", "scores_for_choice.gather"),
         ("* self.routed_scaling_factor", "* self.routed_scaling_factor**2"),
         ("if self.norm_topk_prob", "if not self.norm_topk_prob"),
+        ("if self.norm_topk_prob", "if True"),
+        ("* self.routed_scaling_factor", "* self.routed_scaling_factor * 1.001"),
         (".sigmoid()", ".softmax(-1)"),
         (
             "hidden_states.type(torch.float32), self.weight.type(torch.float32))",
@@ -156,6 +161,22 @@ def test_other_code_is_another_router(old, new):
     assert routers.rule_of(mutant(old, new)) is not rule
 
 
+@pytest.mark.parametrize("norm, rule", [("if True", 9), ("if False", None)])
+def test_mistral_large_4_is_mistral_4_in_float32_with_its_norm(norm, rule):
+    """As this transformers can write it; the class itself is a later one's."""
+    product = "F.linear(hidden_states, self.weight)"
+    wide = "F.linear(hidden_states.float(), self.weight.float())"
+    cls = mutant(product, wide, "if self.norm_topk_prob", norm, cls=Mistral4TopkRouter)
+    assert routers.rule_of(cls) is (None if rule is None else routers.RULES[rule])
+
+
+def test_names_that_no_rule_covers_are_counted_past_the_third():
+    for names, said in (("abc", "a, b, c, which"), ("abcd", "a, b, c and 1 more name")):
+        read = "".join(f"self.{name} * " for name in names)
+        cls = mutant("scores = router_logits", f"scores = {read}router_logits")
+        assert routers.why_unknown(cls).startswith(f"its code uses {said}")
+
+
 def test_code_from_elsewhere_and_subclasses_are_left_alone(device):
     class Silent(DeepseekV3TopkRouter):
         pass
@@ -164,7 +185,7 @@ def test_code_from_elsewhere_and_subclasses_are_left_alone(device):
         def forward(self, hidden_states):
             return super().forward(hidden_states)
 
-    for cls in (mutant("1e-20", "1e-20", "transformers_modules.mine"), Silent, Loud):
+    for cls in (mutant("1e-20", "1e-20", name="transformers_modules.mine"), Silent, Loud):
         model = AutoModelForCausalLM.from_config(CONFIGS["deepseek_v3"]())
         block = model.model.layers[1].mlp
         block.gate.__class__ = cls

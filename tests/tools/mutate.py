@@ -36,19 +36,30 @@ TESTS = {
     "ops/checks": ["test_experts_refusals", "test_weights", "test_experts"],
     "ops/differentiable": ["test_second_derivatives", "test_transforms"],
     "ops/fp8": ["test_fp8", "test_weights"],
-    "ops/grouped": ["test_grouped_gemm", "test_second_derivatives", "test_weights"],
+    "ops/grouped": [
+        "test_grouped_gemm",
+        "test_transforms",
+        "test_second_derivatives",
+        "test_weights",
+    ],
     "ops/low_rank": ["test_low_rank", "test_lora", "test_second_derivatives"],
     "ops/routing": ["test_routing", "test_second_derivatives"],
     "ops": ["test_experts", "test_low_rank", "test_weights", "test_second_derivatives"],
     "recognise/adapters": ["test_lora"],
-    "recognise/eligibility": ["test_decorated", "test_quantised", "test_patcher"],
+    "recognise/eligibility": [
+        "test_unfit_weights",
+        "test_decorated",
+        "test_quantised",
+        "test_patcher",
+    ],
     "recognise/gates": ["test_gates", "test_act_fn", "test_parts"],
-    "recognise/lending": ["test_lora", "test_threads"],
+    "recognise/lending": ["test_lora", "test_report", "test_threads"],
     "recognise/original": ["test_original", "test_threads"],
     "recognise/overlap": ["test_deepseek_v3"],
     "recognise/parts": ["test_parts", "test_decorated"],
-    "recognise/quantised": ["test_quantised"],
-    "recognise/routers": ["test_routers", "test_compare_router"],
+    "recognise/quantised": ["test_quantised", "test_patcher"],
+    "recognise/routers": ["test_routers", "test_report", "test_compare_router"],
+    "recognise/wrapped": ["test_original", "test_patcher", "test_decorated", "test_pretrained"],
     "recognise": [
         "test_patcher",
         "test_patcher_leaves",
@@ -58,8 +69,14 @@ TESTS = {
     "parity/emulate": ["test_emulate"],
     "parity/law": ["test_law"],
     "parity/router": ["test_compare_router"],
-    "parity/shadow": ["test_shadow", "test_compare", "test_emulate"],
-    "parity": ["test_parity", "test_compare", "test_certificate"],
+    "parity/shadow": ["test_shadow", "test_compare", "test_emulate", "test_compare_router"],
+    "parity": [
+        "test_parity",
+        "test_compare",
+        "test_emulate",
+        "test_compare_router",
+        "test_certificate",
+    ],
 }
 """Module or folder -> the tests that should see a fault in it, without the ending .py."""
 
@@ -245,8 +262,13 @@ def survivors(verdicts: Path) -> list[Mutant]:
         if each["verdict"] == "survived":
             same = [m for m in mutants(ROOT / each["file"]) if m.new == each["new"]]
             same = [m for m in same if m.old == each["old"]]
-            chosen += sorted(same, key=lambda m: abs(m.line - each["line"]))[:1]
+            where = each["line"], each["start"]
+            chosen += sorted(same, key=lambda m: _far(where, (m.line, m.start)))[:1]
     return chosen
+
+
+def _far(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return abs(one[0] - other[0]), abs(one[1] - other[1])
 
 
 def main() -> int:
