@@ -74,7 +74,7 @@ class BlockComparison:
             hf = [_run(block, given, how, routing) for block in self.baselines]
             exact = Inputs(given.x.double(), given.d_out.double())
             with Exact():
-                truth = _run(self.truth, exact, how, routing)
+                truth = _run(self.truth, exact, how, routing, grad_mode=True)
             for name, tensor in ours.items():
                 parts = [law.measure(tensor, [run[name] for run in hf], truth[name])]
                 note = "" if how.backward else ", no gradients"
@@ -92,9 +92,17 @@ class BlockComparison:
 
 
 def _run(
-    block: nn.Module, given: Inputs, how: Pass, routing: tuple[Tensor, Tensor] | None = None
+    block: nn.Module,
+    given: Inputs,
+    how: Pass,
+    routing: tuple[Tensor, Tensor] | None = None,
+    grad_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """output [T, H], index and weights [T, K]; d_hidden_states with that routing held constant."""
+    """output [T, H], index and weights [T, K]; d_hidden_states with that routing held constant.
+
+    In `grad_mode` even where no gradient is asked for: Kolibri's router has another product without
+    it, which takes half precision alone.
+    """
     seen: dict[str, Tensor] = {}
 
     def fix(_, args):
@@ -107,6 +115,7 @@ def _run(
     with contextlib.ExitStack() as stack:
         stack.callback(experts.register_forward_pre_hook(fix).remove)
         stack.enter_context(passes.arranged(block, how, given))
+        stack.enter_context(torch.set_grad_enabled(how.backward or grad_mode))
         x = given.x.detach().requires_grad_(how.backward)
         result = block(x[None])
         out = (result[0] if isinstance(result, tuple) else result).reshape(x.shape)

@@ -12,6 +12,7 @@ from plain import honest
 from small import block as small_block
 from tiny import Spoil
 from torch import nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 
 import moe_patch
 from moe_patch import kernels
@@ -250,6 +251,20 @@ def test_block_that_raises_fails_where_hugging_faces_runs(use, monkeypatch):
     (row,) = (row for row in report.rows if not row.passed)
     assert row.note == "the patched block raises: no such"
     assert not any("block output" in line for line in report.skipped)
+
+
+def test_block_that_is_half_precision_s_alone_without_gradients_passes(use, monkeypatch):
+    """As Kolibri's router on a GPU: the truth takes the way of training."""
+
+    def narrow(_, out):
+        if not torch.is_grad_enabled() and out.dtype == torch.float64:
+            raise RuntimeError("out_dtype must be the same as input dtype")
+        return out
+
+    patch_forward(monkeypatch, DeepseekV3MLP, narrow)
+    report = certify(small_block("deepseek_v3"), tokens=64)
+    assert report.passed, report
+    assert any(row.tensor == "block output, no gradients" for row in report.rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
