@@ -589,7 +589,7 @@ def dropped_slots_one(t, c):
 
 
 def dropped_slots_stale(t, c):
-    return t.where(c.slot_to_row.view_as(t) >= 0, t[0, 0])  # whose slot is never dropped
+    return t.where(c.slot_to_row.view_as(t) >= 0, t.max())
 
 
 def dropped_rows_counted(t, c):
