@@ -6,7 +6,7 @@
 A fault is a small change of one place: a comparison, a condition, a number, an operator, a returned
 value or a call left out. Each runs in a copy of the checkout, in a process forked from one that has
 imported torch and transformers already. A fault that no test sees survives; the last line counts
-the survivors, and `--json` keeps every verdict.
+the survivors, and `--json` keeps every verdict. docs/testing.md has the results of such a run.
 """
 
 from __future__ import annotations
