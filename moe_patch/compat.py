@@ -11,17 +11,19 @@ those packages takes time, and Triton reads TRITON_INTERPRET when it is imported
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
 import operator
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from types import CodeType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -649,6 +651,7 @@ def swapped(wrapper: Any) -> bool:
 # Triton: its interpreter, launches without its argument binder, descriptors, Gluon
 
 TRITON = "Triton 3.6"
+TRITONS = "Triton 3.6 to 3.9"
 
 
 def _on_nvidia() -> bool:
@@ -688,7 +691,7 @@ PATCH_LANGUAGE, NUMPY_DTYPE, CALL, REWRITE, BLOCK_TYPE, TENSOR = INTERPRETER = [
 _LAUNCHER = "kernels start through Triton's own launcher, which takes longer for each"
 _NVIDIA = "triton.backends.nvidia.driver"
 _LAUNCH = [
-    _name(path, why, TRITON, _LAUNCHER, needed=_on_nvidia)
+    _name(path, why, TRITONS, _LAUNCHER, needed=_on_nvidia)
     for path, why in (
         (
             "triton:knobs.runtime.launch_enter_hook.calls",
@@ -716,6 +719,29 @@ _LAUNCH = [
         (f"{_NVIDIA}:make_tensordesc_arg", "Encodes a descriptor."),
     )
 ]
+_CALL = _name(
+    f"{_NVIDIA}:CudaLauncher.__call__",
+    "Its code says which arguments the C function takes, and in which order.",
+    TRITONS,
+    _LAUNCHER,
+    needed=_on_nvidia,
+)
+_GRID = ("gridX", "gridY", "gridZ", "stream", "function")
+_SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "self.launch_cooperative_grid": lambda compiled: compiled.run.launch_cooperative_grid,
+    "self.launch_pdl": lambda compiled: compiled.run.launch_pdl,
+    "self.arg_annotations": lambda compiled: compiled.run.arg_annotations,
+    "self.kernel_signature": lambda compiled: compiled.run.kernel_signature,
+    "kernel_metadata": lambda compiled: compiled.packed_metadata,
+    "launch_metadata": lambda compiled: None,  # for hooks
+    "launch_enter_hook": lambda compiled: None,
+    "launch_exit_hook": lambda compiled: None,
+    "global_scratch": lambda compiled: None,  # of no bytes
+    "profile_scratch": lambda compiled: None,
+}
+"""Arguments of the C function between the grid and the kernel's own, as Triton's code names them."""
+_SPREAD = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "*")
+"""Triton 3.6 passes on as `*args` what it was called with."""
 
 
 def starts_directly() -> bool:
@@ -725,28 +751,75 @@ def starts_directly() -> bool:
     """
     if not _on_nvidia():
         return False
-    reason, version = _first_lost(_LAUNCH), _version("triton")
-    if version.split(".")[:2] != ["3", "6"]:  # whose calling convention `binary` knows
-        reason = f"Triton {version} is not {TRITON}, so {_LAUNCHER}"
+    reason = _why_not_direct()
     if reason:
         warn_once(f"moe_patch: {reason}.")
     return reason is None
 
 
-def binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """(C function, kernel on the device, its settings, its descriptors, places of constexprs).
+def _why_not_direct() -> str | None:
+    reason = _first_lost([*_LAUNCH, _CALL])
+    if reason is None and not _convention():
+        reason = (
+            f"Triton {_version('triton')} calls its launcher in another way than {TRITONS}, so "
+            f"{_LAUNCHER}"
+        )
+    return reason
 
-    None, with a warning, where Triton's launcher is not as in Triton 3.6.
+
+@functools.cache
+def _convention() -> tuple[str, ...]:
+    """Arguments of the C function behind the grid, read from Triton's call of it.
+
+    The last is "*" where the kernel's arguments follow one by one, "()" where they are one tuple.
+    Empty when the code is not as in a known version.
     """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(_CALL.find())))
+    except (OSError, SyntaxError, TypeError):
+        return ()
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in calls if ast.unparse(node.func) == "self.launch"]
+    if len(calls) != 1 or calls[0].keywords:
+        return ()
+    names = tuple(ast.unparse(arg) for arg in calls[0].args)
+    grid, settings, last = names[:5], names[5:-1], names[-1]
+    if grid != _GRID or not _SETTINGS.keys() >= set(settings):
+        return ()
+    if last == "*args" and "kernel_metadata" not in settings:
+        return (*settings, *_SPREAD)
+    if last in ("args", "kernel_args") and "kernel_metadata" in settings:
+        return (*settings, "()")
+    return ()
+
+
+class Binary(NamedTuple):
+    """What starting a compiled kernel takes."""
+
+    start: Any
+    """The C function."""
+    function: int
+    """The kernel on its device."""
+    settings: tuple[Any, ...]
+    boxes: list[Any]
+    """(place, name, what the launcher knows) of each descriptor, from the last to the first."""
+    unread: tuple[None, ...]
+    """In the places of constexprs."""
+    packed: bool
+    """Whether the kernel's arguments travel as one tuple."""
+
+
+def binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> Binary | None:
+    """How to start a compiled kernel; None, with a warning, where Triton's launcher is unknown."""
     try:
         return _binary(kernel, compiled, args)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         found = f"{type(error).__name__}: {error}"
-        warn_once(f"moe_patch: Triton's launcher is not as in {TRITON} ({found}), so {_LAUNCHER}.")
+        warn_once(f"moe_patch: Triton's launcher is not as in {TRITONS} ({found}), so {_LAUNCHER}.")
         return None
 
 
-def _binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> Binary:
     launcher = compiled.run
     assert not launcher.global_scratch_size and not launcher.profile_scratch_size
     start: Any = launcher.launch
@@ -756,12 +829,10 @@ def _binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> tuple[Any, ...
         start = inspect.getclosurevars(start).nonlocals["launcher"]
         for i, meta in zip(at, compiled.metadata.tensordesc_meta, strict=True):
             boxes.insert(0, (i, (meta["swizzle"], *meta["block_size"]), meta))
-    settings = (
-        launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,  # no scratch memory
-        compiled.packed_metadata, None, None, None,  # no hooks
-    )  # fmt: skip
+    *names, last = _convention()
+    settings = tuple(_SETTINGS[name](compiled) for name in names)
     unread = (None,) * (len(kernel.params) - len(args))
-    return start, compiled.function, settings, boxes, unread
+    return Binary(start, compiled.function, settings, boxes, unread, last == "()")
 
 
 def encoded(box: Any, name: tuple[int, ...], meta: dict[str, Any]) -> list[Any]:
@@ -770,7 +841,9 @@ def encoded(box: Any, name: tuple[int, ...], meta: dict[str, Any]) -> list[Any]:
     if name not in known:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        known[name] = make_tensordesc_arg(box, meta)
+        # since 3.8 the launcher's other arguments too, which it does not read
+        rest = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
+        known[name] = make_tensordesc_arg(box, meta, *rest)
     return known[name]
 
 

@@ -32,7 +32,7 @@ class Launch:
     def __init__(self, kernel: Any, **constants: Any) -> None:
         self.kernel = kernel
         self.constants = constants
-        self._binaries: dict[tuple, tuple] = {}
+        self._binaries: dict[tuple, compat.Binary] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """kernel[grid](*args, **constants) on the current device and stream.
@@ -64,12 +64,15 @@ class Launch:
             if not bits & 15:
                 self._keep(key, compiled, args)
             return
-        start, function, settings, boxes, unread = binary
+        start, function, settings, boxes, unread, packed = binary
         for at, name, meta in boxes:  # from the last to the first
             values[at : at + 1] = encoded(values[at], name, meta)
         stream = cuda_stream(device)
         x, y, z = (*grid, 1, 1)[:3]
-        start(x, y, z, stream, function, *settings, *values, *unread)
+        if packed:
+            start(x, y, z, stream, function, *settings, (*values, *unread))
+        else:
+            start(x, y, z, stream, function, *settings, *values, *unread)
 
     def _keep(self, key: tuple, compiled: Any, args: tuple[Any, ...]) -> None:
         global DIRECT

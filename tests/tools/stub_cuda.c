@@ -88,3 +88,14 @@ CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return
 CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUlaunchConfig *config) { *count = 1; return CUDA_SUCCESS; }
 CUresult cuCtxGetLimit(size_t *value, CUlimit which) { *value = 0; return CUDA_SUCCESS; }
 CUresult cuCtxSetLimit(CUlimit which, size_t value) { return CUDA_SUCCESS; }
+// Asked for by Triton 3.7 and later.
+CUresult cuDriverGetVersion(int *version) { *version = 13000; return CUDA_SUCCESS; }
+CUresult cuCtxGetDevice(CUdevice *device) { *device = 0; return CUDA_SUCCESS; }
+CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) { *status = CU_STREAM_CAPTURE_STATUS_NONE; return CUDA_SUCCESS; }
+CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *which, void **values, CUdeviceptr pointer) {
+  for (unsigned i = 0; i < count; i++)
+    if (which[i] == CU_POINTER_ATTRIBUTE_DEVICE_POINTER) *(CUdeviceptr *)values[i] = pointer;
+    else *(int *)values[i] = 0;
+  return CUDA_SUCCESS;
+}
