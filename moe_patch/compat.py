@@ -674,7 +674,7 @@ def interpreted() -> bool:
 
 _REPEATED = "its interpreter repeats work that could be done once, and takes three times as long"
 PATCH_LANGUAGE, NUMPY_DTYPE, CALL, REWRITE, BLOCK_TYPE, TENSOR = INTERPRETER = [
-    _name(path, why, TRITON, _REPEATED, needed=interpreted)
+    _name(path, why, TRITONS, _REPEATED, needed=interpreted)
     for path, why in (
         (
             "triton.runtime.interpreter:_patch_lang",
@@ -687,6 +687,18 @@ PATCH_LANGUAGE, NUMPY_DTYPE, CALL, REWRITE, BLOCK_TYPE, TENSOR = INTERPRETER = [
         ("triton.language.core:tensor.__init__", "Makes constants of each result's shape."),
     )
 ]
+
+MASKED = {
+    _name(
+        f"triton.runtime.interpreter:InterpreterBuilder.{name}",
+        "In 3.9 a mask made of comparisons of scalars is an integer, which these refuse.",
+        TRITONS,
+        "the interpreter may refuse a kernel's mask",
+        needed=interpreted,
+    ): at
+    for name, at in (("create_masked_load", 1), ("create_masked_store", 2))
+}
+"""What reads a mask -> the mask's place among the arguments."""
 
 _LAUNCHER = "kernels start through Triton's own launcher, which takes longer for each"
 _NVIDIA = "triton.backends.nvidia.driver"

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from types import SimpleNamespace
 from typing import Any
 
-from ..compat import BLOCK_TYPE, CALL, INTERPRETER, NUMPY_DTYPE, PATCH_LANGUAGE, REWRITE, TENSOR
+from ..compat import (
+    BLOCK_TYPE,
+    CALL,
+    INTERPRETER,
+    MASKED,
+    NUMPY_DTYPE,
+    PATCH_LANGUAGE,
+    REWRITE,
+    TENSOR,
+)
 
 
 @functools.cache
@@ -18,6 +28,9 @@ def quicken() -> None:
     and shape again, and looks its dtype up in a table made for that. Does nothing where Triton has
     renamed one of these functions.
     """
+    for name, at in MASKED.items():
+        if name.find() is not None:
+            name.put(_masked(name.find(), at))
     if any(name.find() is None for name in INTERPRETER):
         return
     PATCH_LANGUAGE.put(_patched_once(PATCH_LANGUAGE.find()))
@@ -25,6 +38,17 @@ def quicken() -> None:
     NUMPY_DTYPE.put(_looked_up_once(NUMPY_DTYPE.find()))
     BLOCK_TYPE.put(_described_once(BLOCK_TYPE.find()))
     TENSOR.put(_measured_once(TENSOR.find()))
+
+
+def _masked(access: Any, at: int) -> Any:
+    """In 3.9 comparisons of scalars have the dtype of what they compare, and masks must be bool."""
+
+    def masked(self, *args):
+        mask = copy.copy(args[at])
+        mask.data = mask.data.astype(bool, copy=False)
+        return access(self, *args[:at], mask, *args[at + 1 :])
+
+    return masked
 
 
 def _patched_once(patch: Any) -> Any:
