@@ -87,13 +87,15 @@ def lost(load: bool = False) -> list[str]:
 
     Modules that nobody has imported are not asked, unless `load`; absent packages never are.
     """
-    return [
+    sentences = [
         name.sentence()
         for name in NAMES
         if (load and _may_import(name.package) or name.path.partition(":")[0] in sys.modules)
         and name.needed()
         and name.find() is None
     ]
+    unlike = [_why_not_direct(), _why_not_gluon()] if load and _on_nvidia() else []
+    return sentences + [reason for reason in unlike if reason and reason not in sentences]
 
 
 @functools.cache
@@ -751,7 +753,7 @@ _SETTINGS: dict[str, Callable[[Any], Any]] = {
     "global_scratch": lambda compiled: None,  # of no bytes
     "profile_scratch": lambda compiled: None,
 }
-"""Arguments of the C function between the grid and the kernel's own, as Triton's code names them."""
+"""Arguments of the C function between the grid and the kernel's own, by their names in Triton."""
 _SPREAD = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "*")
 """Triton 3.6 passes on as `*args` what it was called with."""
 
@@ -781,15 +783,20 @@ def _why_not_direct() -> str | None:
 
 @functools.cache
 def _convention() -> tuple[str, ...]:
-    """Arguments of the C function behind the grid, read from Triton's call of it.
+    """`convention` of the installed Triton."""
+    try:
+        return convention(textwrap.dedent(inspect.getsource(_CALL.find())))
+    except (OSError, SyntaxError, TypeError):
+        return ()
+
+
+def convention(code: str) -> tuple[str, ...]:
+    """Arguments of the C function behind the grid, read from Triton's call of it in `code`.
 
     The last is "*" where the kernel's arguments follow one by one, "()" where they are one tuple.
     Empty when the code is not as in a known version.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(_CALL.find())))
-    except (OSError, SyntaxError, TypeError):
-        return ()
+    tree = ast.parse(code)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [node for node in calls if ast.unparse(node.func) == "self.launch"]
     if len(calls) != 1 or calls[0].keywords:

@@ -179,21 +179,60 @@ def said(monkeypatch):
     compat.tensor_descriptor.cache_clear()
 
 
-@pytest.mark.parametrize("path", [name.path for name in compat._LAUNCH])
+@pytest.mark.parametrize("path", [name.path for name in (*compat._LAUNCH, compat._CALL)])
 def test_without_the_launcher_triton_launches(path, monkeypatch, said):
     monkeypatch.setattr(compat, "_on_nvidia", lambda: True)
-    monkeypatch.setattr(compat, "_version", lambda package: "3.6.0")
     assert compat.starts_directly() and not said
     hidden(monkeypatch, last(NAMED[path]))
     assert not compat.starts_directly()
     assert len(said) == 1 and "Triton's own launcher" in said[0] and last(NAMED[path]) in said[0]
 
 
-def test_another_triton_launches_itself(monkeypatch, said):
+LAUNCHERS = {
+    "3.6": "gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, "
+    "global_scratch, profile_scratch, *args",
+    "3.7": "gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, "
+    "kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, global_scratch, "
+    "profile_scratch, self.arg_annotations, self.kernel_signature, args",
+}
+LAUNCHERS["3.8"] = LAUNCHERS["3.9"] = LAUNCHERS["3.7"].replace(" args", " kernel_args")
+
+
+@pytest.mark.parametrize("version", LAUNCHERS)
+def test_how_a_triton_launches_is_read(version):
+    *settings, last = compat.convention(f"self.launch({LAUNCHERS[version]})")
+    read = {"global_scratch", "profile_scratch", "launch_exit_hook", "self.launch_pdl"}
+    assert read <= set(settings) and settings.index("self.launch_pdl") == 1
+    assert last == ("*" if version == "3.6" else "()")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        LAUNCHERS["3.6"].replace("gridX, gridY", "gridY, gridX"),
+        LAUNCHERS["3.6"].replace("*args", "args"),
+        LAUNCHERS["3.7"].replace("kernel_metadata, ", ""),
+        LAUNCHERS["3.7"].replace("self.launch_pdl", "self.launch_pdl, self.launch_cluster"),
+        LAUNCHERS["3.7"].replace(" args", " *args"),
+        LAUNCHERS["3.7"].replace(" args", " args=args"),
+    ],
+)
+def test_a_launcher_that_nobody_knows_is_triton_s_to_call(code, monkeypatch, said):
+    assert compat.convention(f"self.launch({code})") == ()
+    assert compat.convention("self.launch(*a)\nself.launch(*a)") == ()
+    monkeypatch.setattr(compat, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(compat, "_convention", lambda: compat.convention(f"self.launch({code})"))
+    assert not compat.starts_directly()
+    assert len(said) == 1 and "calls its launcher in another way" in said[0]
+    assert said[0] in [f"moe_patch: {sentence}." for sentence in compat.lost(load=True)]
+
+
+def test_another_triton_has_no_gluon_that_is_known(monkeypatch, said):
     monkeypatch.setattr(compat, "_on_nvidia", lambda: True)
     monkeypatch.setattr(compat, "_version", lambda package: "3.8.0")
-    assert not compat.starts_directly() and not compat.has_gluon()
-    assert len(said) == 2 and all("Triton 3.8.0 is not Triton 3.6" in each for each in said)
+    assert not compat.has_gluon()
+    assert len(said) == 1 and "Triton 3.8.0 is not Triton 3.6" in said[0]
+    assert said[0] in [f"moe_patch: {sentence}." for sentence in compat.lost(load=True)]
 
 
 def test_a_launcher_of_another_make(monkeypatch, said):

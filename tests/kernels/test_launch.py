@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 from hypothesis import given
 from hypothesis import strategies as st
 from ops import assert_close, in_double, moe
