@@ -48,6 +48,7 @@ CHIPS = {
     "sm_120": (GPUTarget("cuda", 120, 32), (120, 101_376, True)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), (0, 65_536, False)),
 }
+OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -80,7 +81,8 @@ def specialise(value):
 def record(launches):
     """Stands in for JITFunction.run."""
 
-    def run(kernel, *args, grid, warmup, num_warps=4, num_stages=3, **constants):
+    def run(kernel, *args, grid, warmup, **constants):
+        options = {name: constants.pop(name, default) for name, default in OPTIONS.items()}
         names = [parameter.name for parameter in kernel.params]
         signature, values, attrs = {}, dict(constants), {}
         for i, (name, value) in enumerate(zip(names, args)):
@@ -93,7 +95,7 @@ def record(launches):
                 attrs[(i,)] = [["tt.divisibility", 16]]
         signature |= {name: "constexpr" for name in constants}
         signature = {name: signature[name] for name in names}
-        launches.append((kernel, signature, values, attrs, num_warps, num_stages))
+        launches.append((kernel, signature, values, attrs, options))
 
     return run
 
@@ -161,13 +163,13 @@ def moe_launches(
 
 def build(target, launch):
     """(compiled kernel, what ptxas printed)."""
-    kernel, signature, values, attrs, num_warps, num_stages = launch
+    kernel, signature, values, attrs, options = launch
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
         compiled = triton.compile(
             (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values, attrs),
             target=target,
-            options={"num_warps": num_warps, "num_stages": num_stages},
+            options=options,
         )
     return compiled, log.getvalue()
 
@@ -227,14 +229,15 @@ def main():
                 compiled, log = build(target, launch)
                 registers = re.findall(r"Used (\d+) registers", log)
                 spills = re.findall(r"(\d+) bytes spill stores", log)
-                values, warps, stages = launch[2], launch[4], launch[5]
+                _, _, values, _, how = launch
                 tile = values["TILE"]._asdict() if "TILE" in values else values
                 tile = {name.upper(): size for name, size in tile.items()}
                 tile = "x".join(str(tile[name]) for name in ("BM", "BN", "BK") if name in tile)
                 print(
-                    f"{options.chip} {shape} {dtype} {launch[0].__name__} {tile} w{warps} "
-                    f"s{stages}: registers {','.join(registers) or '-'}, spills "
-                    f"{','.join(spills) or '-'}, shared {compiled.metadata.shared}, "
+                    f"{options.chip} {shape} {dtype} {launch[0].__name__} {tile} "
+                    f"w{how['num_warps']} s{how['num_stages']}: "
+                    f"registers {','.join(registers) or '-'}, "
+                    f"spills {','.join(spills) or '-'}, shared {compiled.metadata.shared}, "
                     f"{time.time() - start:.1f} s"
                     + (" SERIALISED" if "C7510" in log or "C7515" in log else "")
                 )
