@@ -700,7 +700,7 @@ MASKED = {
     ): at
     for name, at in (("create_masked_load", 1), ("create_masked_store", 2))
 }
-"""What reads a mask -> the mask's place among the arguments."""
+"""Functions that read a mask -> its place among their arguments."""
 
 _LAUNCHER = "kernels start through Triton's own launcher, which takes longer for each"
 _NVIDIA = "triton.backends.nvidia.driver"
@@ -813,7 +813,7 @@ def convention(code: str) -> tuple[str, ...]:
 
 
 class Binary(NamedTuple):
-    """What starting a compiled kernel takes."""
+    """A compiled kernel, and how it is started."""
 
     start: Any
     """The C function."""
@@ -823,7 +823,7 @@ class Binary(NamedTuple):
     boxes: list[Any]
     """(place, name, what the launcher knows) of each descriptor, from the last to the first."""
     unread: tuple[None, ...]
-    """In the places of constexprs."""
+    """None for each constexpr, which travel behind the arguments."""
     packed: bool
     """Whether the kernel's arguments travel as one tuple."""
 
@@ -841,6 +841,7 @@ def binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> Binary | None:
 def _binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> Binary:
     launcher = compiled.run
     assert not launcher.global_scratch_size and not launcher.profile_scratch_size
+    assert not getattr(launcher, "gsan_enabled", False)  # a sanitizer, whose launches have more
     start: Any = launcher.launch
     boxes: list[Any] = []
     at = [i for i, arg in enumerate(args) if hasattr(arg, "block_shape")]  # Triton's or Gluon's

@@ -41,7 +41,7 @@ def quicken() -> None:
 
 
 def _masked(access: Any, at: int) -> Any:
-    """In 3.9 comparisons of scalars have the dtype of what they compare, and masks must be bool."""
+    """Makes booleans of the mask: 3.9 takes nothing else, and compares scalars to integers."""
 
     def masked(self, *args):
         mask = copy.copy(args[at])

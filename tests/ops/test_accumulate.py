@@ -297,7 +297,7 @@ class Seen(torch.Tensor):
 
 
 def test_a_grad_of_another_class_sees_the_addition(device, made):
-    """As FSDP's: what lies behind it is its own affair."""
+    """A class of tensors may do more than add, as FSDP's does."""
     found, parameters = arguments(device)
     call(found).sum().backward()
     first = {name: p.grad.clone() for name, p in parameters.items()}
@@ -312,7 +312,7 @@ def test_a_grad_of_another_class_sees_the_addition(device, made):
 
 
 def test_one_number_in_the_place_of_a_grad_is_refused(device, made):
-    """By autograd, which would have to write all of a gradient to it."""
+    """Autograd refuses: it would write a whole gradient to one number."""
     found, parameters = arguments(device)
     for parameter in parameters.values():
         parameter.grad = torch.zeros((), device=device).expand(parameter.shape)
