@@ -23,6 +23,7 @@ from .tiles import (
     load_rows,
     low_rank_in,
     low_rank_out,
+    starts_box,
     use_tma,
 )
 from .weights import Weight, readable, weight_dot, weight_operand
@@ -167,7 +168,8 @@ def gate_up(
     name = name if scale is None else name + W8
     tile = choose(name, order.block_m, slots // experts, inner, hidden, dtype, device)
     turned = form == "concatenated" and weight.stride(2) != 1
-    by_pointer = turned and scale is not None  # boxes of FP8 halves that way fault on an H200
+    # boxes of the second half begin at `inner`; those of FP8 fault on an H200 whatever it is
+    by_pointer = turned and (scale is not None or not starts_box(inner, weight.dtype))
     one_dot = not turned or by_pointer or not use_tma(device)
     halves = 2 if one_dot and form == "concatenated" else 1
     columns = 2 * tile.bn if form == "interleaved" else tile.bn

@@ -202,6 +202,14 @@ def operand(tensor: Tensor, block: tuple[int, ...], halves: int = 1) -> tuple[An
     return (tensor, False) if box is None else (box, True)
 
 
+def starts_box(at: int, dtype: torch.dtype) -> bool:
+    """Whether a TMA box may begin at that element of the last dimension: on 16 bytes alone.
+
+    On an H200 any other begin is an illegal instruction, which ends the CUDA context.
+    """
+    return at * dtype.itemsize % 16 == 0
+
+
 @functools.lru_cache(4096)
 def _box(
     pointer: int,

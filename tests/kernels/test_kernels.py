@@ -115,3 +115,29 @@ def test_every_tile_fits_the_chip(monkeypatch, rows, shared, dtype):
         assert tile.stages >= 1
         assert tile.bm * columns <= 256 * 128
         assert kernel.startswith("dw") or tile.bm == height
+
+
+@pytest.mark.parametrize("inner, boxes", [(100, False), (104, True), (71, False)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_no_box_begins_between_16_bytes(inner, boxes, turned, monkeypatch):
+    """On an H200 that is an illegal instruction: then pointers load both halves."""
+    from moe_patch.kernels import gate_up, tiles
+
+    told = []
+
+    def launches(*_, **constants):
+        return lambda grid, x, weights, *rest: told.append((weights, constants["ONE_DOT"]))
+
+    monkeypatch.setattr(gate_up, "_launches", launches)
+    for module in (gate_up, tiles):
+        monkeypatch.setattr(module, "use_tma", lambda device: True)
+    weight = torch.zeros(2, 40, 2 * inner, dtype=torch.float16).mT
+    weight = weight if turned else weight.contiguous()
+    x, index = torch.zeros(3, 40, dtype=torch.float16), torch.tensor([[0], [1], [1]])
+    order = reference.sort_tokens(index, 2, 16)
+    gate_up.gate_up(x, weight, order, x[:, :1], weight_on_input=False, save_pre=True)
+    tiles._box.cache_clear()  # the CPU has no TMA
+    ((weights, one_dot),) = told
+    by_box = boxes if turned else True
+    assert isinstance(weights, torch.Tensor) != by_box
+    assert one_dot == (not turned or not boxes)

@@ -372,6 +372,14 @@ def test_compiler_is_told_the_shapes_and_dtypes_that_come(device, wanted):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", (63, 513))
+@pytest.mark.parametrize("inner", (100, 104, 71))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_halves_that_no_box_can_begin_at(device, dtype, inner, tokens):
+    compare(moe(device, dtype, tokens, 1000, inner, 8, 2, transposed=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", ("default", "reduce-overhead"))
 def test_compile_with_inductor(device, mode):
     arguments = moe(device, torch.bfloat16, 33, 64, 48, 8, 2)
