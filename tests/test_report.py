@@ -60,8 +60,10 @@ def test_a_router_that_no_rule_covers_is_a_line():
 
 def test_a_block_that_chooses_itself_is_a_line():
     config = transformers.JambaConfig(**SIZES, num_experts=4)
-    report = moe_patch.patch(modeling_jamba.JambaSparseMoeBlock(config))
-    (left,) = report.left
+    block = modeling_jamba.JambaSparseMoeBlock(config)
+    if type(block.router) is not nn.Linear:  # since transformers 5.23
+        pytest.skip("Jamba's block leaves the choice to a router of its own")
+    (left,) = moe_patch.patch(block).left
     assert (left.name, left.cls, left.kind) == ("router", "Linear", "router")
     assert "the block itself chooses" in left.reason
 
