@@ -168,7 +168,7 @@ def gate_up(
     name = name if scale is None else name + W8
     tile = choose(name, order.block_m, slots // experts, inner, hidden, dtype, device)
     turned = form == "concatenated" and weight.stride(2) != 1
-    # boxes of the second half begin at `inner`; those of FP8 fault on an H200 whatever it is
+    # boxes of the second half begin at `inner`; with FP8 weights they have faulted on an H200
     by_pointer = turned and (scale is not None or not starts_box(inner, weight.dtype))
     one_dot = not turned or by_pointer or not use_tma(device)
     halves = 2 if one_dot and form == "concatenated" else 1

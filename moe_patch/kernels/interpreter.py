@@ -25,8 +25,8 @@ def quicken() -> None:
 
     Each launch, and each call of a jit function inside one (tl.zeros and tl.sum are such), looks
     through triton.language for functions to replace; each intermediate result writes down its type
-    and shape again, and looks its dtype up in a table made for that. Does nothing where Triton has
-    renamed one of these functions.
+    and shape again, and looks its dtype up in a table made for that. All of that stays where Triton
+    has renamed one of these functions.
     """
     for name, at in MASKED.items():
         if name.find() is not None:

@@ -120,7 +120,7 @@ def test_every_tile_fits_the_chip(monkeypatch, rows, shared, dtype):
 @pytest.mark.parametrize("inner, boxes", [(100, False), (104, True), (71, False)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_no_box_begins_between_16_bytes(inner, boxes, turned, monkeypatch):
-    """On an H200 that is an illegal instruction: then pointers load both halves."""
+    """Pointers load both halves instead: such a box is an illegal instruction on an H200."""
     from moe_patch.kernels import gate_up, tiles
 
     told = []

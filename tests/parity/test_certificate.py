@@ -254,7 +254,7 @@ def test_block_that_raises_fails_where_hugging_faces_runs(use, monkeypatch):
 
 
 def test_block_that_is_half_precision_s_alone_without_gradients_passes(use, monkeypatch):
-    """As Kolibri's router on a GPU: the truth takes the way of training."""
+    """The truth takes the way of training. Kolibri's router is such code on a GPU."""
 
     def narrow(_, out):
         if not torch.is_grad_enabled() and out.dtype == torch.float64:

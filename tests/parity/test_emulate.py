@@ -235,7 +235,7 @@ def test_rounded_activations_are_no_excuse_where_weights_are_widened(use, emulat
 
 @pytest.mark.parametrize("given", (None, *HALF))
 def test_dtype_that_fp8_experts_are_judged_in(use, emulated, given):
-    """What is asked for, else their configuration's, else bfloat16."""
+    """The dtype that is asked for, else their configuration's, else bfloat16."""
     mlp = block()
     for configured in (torch.float16, torch.bfloat16, None):
         mlp.experts.config.dtype = configured

@@ -105,7 +105,7 @@ def test_deepspeed_s_hooks_leave_the_numbers_alone(ran):
     _, patched = pair("gelu")
 
     def fetch(module, args):
-        """As ZeRO-3 brings parameters."""
+        """ZeRO-3 brings parameters so."""
 
     fetch.__module__ = "deepspeed.runtime.zero.parameter_offload"
     patched.act_fn.register_forward_pre_hook(fetch)

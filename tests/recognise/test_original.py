@@ -257,7 +257,7 @@ def test_replaced_before_moe_patch_was_imported(wrapped):
 
 
 def test_decorators_of_transformers_replace_nothing():
-    """Their wrapper is from another module than the class: what it wraps counts."""
+    """A wrapper is from another module than the class: what it wraps counts."""
     cls = hf_qwen3.Qwen3MoeExperts
     assert cls.forward.__globals__["__name__"] != cls.__module__
     assert not [*original.replaced(cls, ["forward"])]

@@ -163,7 +163,7 @@ def test_other_code_is_another_router(old, new):
 
 @pytest.mark.parametrize("norm, rule", [("if True", 9), ("if False", None)])
 def test_mistral_large_4_is_mistral_4_in_float32_with_its_norm(norm, rule):
-    """As this transformers can write it; the class itself is a later one's."""
+    """Mistral 4's class with two changes stands in: the real one is a later transformers'."""
     product = "F.linear(hidden_states, self.weight)"
     wide = "F.linear(hidden_states.float(), self.weight.float())"
     cls = mutant(product, wide, "if self.norm_topk_prob", norm, cls=Mistral4TopkRouter)
