@@ -675,24 +675,33 @@ def interpreted() -> bool:
 
 
 _REPEATED = "its interpreter repeats work that could be done once, and takes three times as long"
-PATCH_LANGUAGE, NUMPY_DTYPE, CALL, REWRITE, BLOCK_TYPE, TENSOR = INTERPRETER = [
-    _name(path, why, TRITONS, _REPEATED, needed=interpreted)
-    for path, why in (
+_INTERPRETER = "triton.runtime.interpreter"
+INTERPRETER = {
+    name: _name(path, why, TRITONS, _REPEATED, needed=interpreted)
+    for name, path, why in (
         (
-            "triton.runtime.interpreter:_patch_lang",
+            "patch",
+            f"{_INTERPRETER}:_patch_lang",
             "Puts the interpreter's functions into triton.language for each launch and call.",
         ),
-        ("triton.runtime.interpreter:_get_np_dtype", "Makes a table for each look-up."),
-        ("triton.runtime.interpreter:InterpretedFunction.__call__", "Patches for each call."),
-        ("triton.runtime.interpreter:InterpretedFunction.rewrite", "What a call runs."),
-        ("triton.language.core:block_type.__init__", "Writes its name for each result."),
-        ("triton.language.core:tensor.__init__", "Makes constants of each result's shape."),
+        ("dtype", f"{_INTERPRETER}:_get_np_dtype", "Makes a table for each look-up."),
+        ("call", f"{_INTERPRETER}:InterpretedFunction.__call__", "Patches for each call."),
+        ("rewrite", f"{_INTERPRETER}:InterpretedFunction.rewrite", "What a call runs."),
+        ("block", "triton.language.core:block_type.__init__", "Writes its name for each result."),
+        ("tensor", "triton.language.core:tensor.__init__", "Makes constants of a result's shape."),
+        (
+            "overflow",
+            "triton.language.semantic:TritonSemantic.binary_op_sanitize_overflow_impl",
+            "Computes sums of integers again in 64 bits, for a check that is off.",
+        ),
+        ("reduce", f"{_INTERPRETER}:ReduceOps.generic_reduce", "Takes elements one by one."),
+        ("xor", "triton.language.standard:_xor_combine", "How tl.sort reduces at each step."),
     )
-]
+}
 
 MASKED = {
     _name(
-        f"triton.runtime.interpreter:InterpreterBuilder.{name}",
+        f"{_INTERPRETER}:InterpreterBuilder.{name}",
         "In 3.9 a mask made of comparisons of scalars is an integer, which these refuse.",
         TRITONS,
         "the interpreter may refuse a kernel's mask",
@@ -889,7 +898,7 @@ def has_tensor_descriptor() -> bool:
 
 _FP8 = "FP8 products on Hopper run in Triton, which is slower than in Gluon"
 _GLUON = [
-    _name(path, why, TRITON, _FP8, needed=_on_nvidia)
+    _name(path, why, TRITONS, _FP8, needed=_on_nvidia)
     for path, why in (
         ("triton.experimental.gluon:jit", "The FP8 GEMM of Hopper is written in Gluon."),
         ("triton.experimental.gluon.language:NVMMASharedLayout", "Its tiles' layout."),
@@ -904,6 +913,12 @@ _GLUON = [
 ]
 
 
+def gluon_load() -> Any:
+    """Gluon's function that brings a tile by TMA, which had another name before Triton 3.8."""
+    tma = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper").tma
+    return getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
 @torch.compiler.assume_constant_result
 def has_gluon() -> bool:
     """Whether kernels in Gluon can be compiled; warns once where they cannot."""
@@ -916,6 +931,6 @@ def has_gluon() -> bool:
 @functools.cache
 def _why_not_gluon() -> str | None:
     version, reason = _version("triton"), _first_lost(_GLUON)
-    if version.split(".")[:2] != ["3", "6"]:  # whose API hopper/ speaks
-        reason = f"Triton {version} is not {TRITON}, so {_FP8}"
+    if version.split(".")[:2] not in (["3", minor] for minor in "6789"):  # Gluon is experimental
+        reason = f"Triton {version} is not {TRITONS}, so {_FP8}"
     return reason

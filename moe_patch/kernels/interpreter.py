@@ -7,16 +7,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-from ..compat import (
-    BLOCK_TYPE,
-    CALL,
-    INTERPRETER,
-    MASKED,
-    NUMPY_DTYPE,
-    PATCH_LANGUAGE,
-    REWRITE,
-    TENSOR,
-)
+from ..compat import INTERPRETER, MASKED
 
 
 @functools.cache
@@ -25,19 +16,26 @@ def quicken() -> None:
 
     Each launch, and each call of a jit function inside one (tl.zeros and tl.sum are such), looks
     through triton.language for functions to replace; each intermediate result writes down its type
-    and shape again, and looks its dtype up in a table made for that. All of that stays where Triton
-    has renamed one of these functions.
+    and shape again, and looks its dtype up in a table made for that; each sum of integers is
+    computed again in 64 bits, for a check that is off; tl.sort takes elements one by one. All of
+    that stays where Triton has renamed one of these functions.
     """
     for name, at in MASKED.items():
         if name.find() is not None:
             name.put(_masked(name.find(), at))
-    if any(name.find() is None for name in INTERPRETER):
+    found = {short: name.find() for short, name in INTERPRETER.items()}
+    if None in found.values():
         return
-    PATCH_LANGUAGE.put(_patched_once(PATCH_LANGUAGE.find()))
-    CALL.put(_called(REWRITE.find()))
-    NUMPY_DTYPE.put(_looked_up_once(NUMPY_DTYPE.find()))
-    BLOCK_TYPE.put(_described_once(BLOCK_TYPE.find()))
-    TENSOR.put(_measured_once(TENSOR.find()))
+    for short, new in {
+        "patch": _patched_once(found["patch"]),
+        "call": _called(found["rewrite"]),
+        "dtype": _looked_up_once(found["dtype"]),
+        "block": _described_once(found["block"]),
+        "tensor": _measured_once(found["tensor"]),
+        "overflow": _checked(found["overflow"]),
+        "reduce": _reduced(found["reduce"], found["xor"]),
+    }.items():
+        INTERPRETER[short].put(new)
 
 
 def _masked(access: Any, at: int) -> Any:
@@ -108,3 +106,24 @@ def _measured_once(measure: Any) -> Any:
             found[type.name] = dict(vars(self), handle=None)
 
     return measured
+
+
+def _checked(check: Any) -> Any:
+    def checked(self, lhs, rhs, binary_op):
+        if self.builder.options.debug:  # else nobody asks what the check found
+            check(self, lhs, rhs, binary_op)
+
+    return checked
+
+
+def _reduced(reduce: Any, xor: Any) -> Any:
+    import numpy as np
+
+    def reduced(self, input):
+        if self.combine_fn is not xor or self.axis is None or len(input) != 1:
+            return reduce(self, input)
+        data = input[0].handle.data
+        data = np.bitwise_xor.reduce(data, axis=self.axis, keepdims=self.keep_dims)
+        return [self.to_tensor(data, input[0].dtype)]
+
+    return reduced

@@ -14,15 +14,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from ...compat import gluon_load
 from ..activate import glu
 from ..tiles import place
 
 BLOCK = gl.constexpr(128)
+async_load = gluon_load()
 
 
 class Plan(NamedTuple):
@@ -89,11 +90,11 @@ def _produce(x, w, rings, schedule, PLAN: gl.constexpr):
                 filled = rings.ready.index(stage)
                 mbarrier.expect(filled, 3 * BLOCK * BLOCK)
                 left, right = 2 * stage, 2 * stage + 1
-                tma.async_copy_global_to_shared(w, [row, k], filled, rings.w.index(left))
+                async_load(w, [row, k], filled, rings.w.index(left))
                 at_right = row + PLAN.shift
-                tma.async_copy_global_to_shared(w, [at_right, k], filled, rings.w.index(right))
-                tma.async_copy_global_to_shared(x, [first, k], filled, rings.x.index(left))
-                tma.async_copy_global_to_shared(x, [first + 64, k], filled, rings.x.index(right))
+                async_load(w, [at_right, k], filled, rings.w.index(right))
+                async_load(x, [first, k], filled, rings.x.index(left))
+                async_load(x, [first + 64, k], filled, rings.x.index(right))
                 step += 1
 
 
