@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,13 +118,14 @@ def _checked(check: Any) -> Any:
 
 
 def _reduced(reduce: Any, xor: Any) -> Any:
-    import numpy as np
-
     def reduced(self, input):
         if self.combine_fn is not xor or self.axis is None or len(input) != 1:
             return reduce(self, input)
         data = input[0].handle.data
-        data = np.bitwise_xor.reduce(data, axis=self.axis, keepdims=self.keep_dims)
+        slices = (data.take([i], self.axis) for i in range(data.shape[self.axis]))
+        data = functools.reduce(operator.xor, slices)
+        if not self.keep_dims:
+            data = data.squeeze(self.axis)
         return [self.to_tensor(data, input[0].dtype)]
 
     return reduced
