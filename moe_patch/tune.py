@@ -239,9 +239,9 @@ def tune(
 def _save(path: Path, device: torch.device, entries: dict[str, list[int]]) -> None:
     from triton import __version__
 
-    from .kernels import table, tiles
+    from .kernels import chips, table, tiles
 
-    table.add(path, *tiles.card(device), __version__, entries)
+    table.add(path, chips.name(device), chips.chip(device).arch, __version__, entries)
     tiles.forget()
 
 
@@ -293,7 +293,7 @@ def _compile(listed, small, full, rows, dtype, device) -> list[list[Tile]]:
 
     In threads: Triton's compiler and ptxas leave Python's lock alone most of the time.
     """
-    from .kernels import on_device, tiles
+    from .kernels import chips, on_device, tiles
 
     def starts(job: Job, tile: Tile) -> bool:
         try:
@@ -305,7 +305,7 @@ def _compile(listed, small, full, rows, dtype, device) -> list[list[Tile]]:
 
     def wanted(job: Job) -> list[Tile]:
         arguments = (job.kernel, _height(job, full), rows, job.n, job.k, dtype, device)
-        start, shared = tiles.heuristic(*arguments), tiles.chip(device)[1]
+        start, shared = tiles.heuristic(*arguments), chips.chip(device).shared
         found = candidates(job.kernel, start, job.n, job.k, dtype, shared)
         return list(dict.fromkeys([*found, tiles.choose(*arguments)]))
 

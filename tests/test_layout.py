@@ -27,11 +27,11 @@ FLOORS = tuple(
         "order activation precision paths",
         "formats formats.scaled",
         "reference",
-        """kernels kernels.launch kernels.interpreter kernels.table kernels.activate kernels.tiles
-        kernels.weights kernels.topk kernels.sort_tokens kernels.groups kernels.combine
-        kernels.quantize kernels.dequantize kernels.gate_up kernels.grouped_gemm kernels.dgate
-        kernels.dw kernels.decode kernels.hopper kernels.hopper.fp8 kernels.fp8_gemm
-        kernels.ways""",
+        """kernels kernels.chips kernels.boxes kernels.launch kernels.interpreter kernels.table
+        kernels.activate kernels.tiles kernels.weights kernels.topk kernels.sort_tokens
+        kernels.groups kernels.combine kernels.quantize kernels.dequantize kernels.gate_up
+        kernels.grouped_gemm kernels.dgate kernels.dw kernels.decode kernels.hopper
+        kernels.hopper.fp8 kernels.fp8_gemm kernels.ways""",
         """ops.operands ops.differentiable ops.accumulate ops.low_rank ops.routing ops.grouped
         ops.checks ops.fp8 ops.forward ops.backward ops.experts ops""",
         "fp8",

@@ -11,7 +11,7 @@ import torch
 from moe_patch import kernels, tune
 from moe_patch.__main__ import main
 from moe_patch.commands import running
-from moe_patch.kernels import table, tiles
+from moe_patch.kernels import chips, table, tiles
 from moe_patch.shapes import find
 
 CPU = torch.device("cpu")
@@ -23,7 +23,8 @@ def interpreted(tmp_path, monkeypatch):
     if not tiles.INTERPRET:
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setenv("MOE_PATCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(tiles, "card", lambda device: ("A card", "sm_90"))
+    monkeypatch.setattr(chips, "name", lambda device: "A card")
+    monkeypatch.setattr(chips, "chip", lambda device: chips.Chip("sm_90", 1 << 20))
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # its state is global: one thread
     monkeypatch.setattr(running, "device", lambda: "cuda")
     monkeypatch.setattr(kernels, "why_not", lambda kind: None)
@@ -174,7 +175,7 @@ def test_refusals(capsys, monkeypatch, line, words):
 @pytest.mark.parametrize("bm", (16, 32, 64, 128))
 def test_candidates_are_few_and_fit(monkeypatch, shared, dtype, bm):
     monkeypatch.setattr(tiles, "INTERPRET", False)
-    monkeypatch.setattr(tiles, "chip", lambda device: (90, shared, True))
+    monkeypatch.setattr(chips, "chip", lambda device: chips.nvidia(90, shared))
     for kernel in (*tune.FORWARD, *tune.BACKWARD):
         for n in (48, 768):
             start = tiles.heuristic(kernel, bm, 64, n, 2048, dtype, torch.device("cuda"))

@@ -33,6 +33,8 @@ def run(_: argparse.Namespace) -> int:
         card = torch.cuda.get_device_properties(i)
         memory = f"{card.total_memory / 2**30:.0f} GiB"
         lines[f"GPU {i}"] = f"{card.name}, capability {card.major}.{card.minor}, {memory}"
+        if reason := kernels.why_not(f"cuda:{i}"):  # cards may differ
+            lines[f"GPU {i}"] += f": {reason}"
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         answer = subprocess.run(query, capture_output=True, text=True, check=False)

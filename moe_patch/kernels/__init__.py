@@ -25,15 +25,29 @@ def __getattr__(name: str) -> ModuleType:
 
 
 @functools.cache
-def why_not(device_type: str) -> str | None:
-    """None when the kernels run on this kind of device, else the reason in one sentence."""
+def why_not(device: torch.device | str) -> str | None:
+    """None when the kernels run on this device, else the reason in one sentence."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (it is for Linux only), so the fused kernels cannot run"
+    device_type = torch.device(device).type
     if device_type == "cuda":
-        return None
+        return _why_not_card(torch.device(device))
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return _why_not_interpreted(metadata.version("triton"), metadata.version("numpy"))
     return f"the fused kernels need a GPU that Triton knows, and the tensors are on {device_type}"
+
+
+def _why_not_card(device: torch.device) -> str | None:
+    """The oldest cards that the kernels compile for are of compute capability 8.0."""
+    if torch.version.hip or not torch.cuda.is_available():
+        return None
+    card = torch.cuda.get_device_properties(device)
+    if card.major >= 8:
+        return None
+    return (
+        "the fused kernels need an NVIDIA GPU of compute capability 8.0 or later, for bfloat16, "
+        f"and {card.name} has {card.major}.{card.minor}"
+    )
 
 
 def _why_not_interpreted(triton: str, numpy: str) -> str | None:
@@ -52,7 +66,7 @@ def require(device: torch.device) -> None:
 
     Not while torch.compile traces: it would follow the look-ups behind `why_not`.
     """
-    reason = None if torch.compiler.is_compiling() else why_not(device.type)
+    reason = None if torch.compiler.is_compiling() else why_not(device)
     if reason:
         raise RuntimeError(
             f"{reason}; moe_patch.reference has the same functions in plain PyTorch."

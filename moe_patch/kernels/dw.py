@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
+from .boxes import box
 from .launch import launches
-from .tiles import INTERPRET, choose, dot, dot_precision, operand
+from .tiles import INTERPRET, choose, dot, dot_precision
 
 
 @triton.jit
@@ -101,14 +102,14 @@ def dw(
     (experts, m, n), dtype = out.shape, p.dtype
     name, rows = "dw_gathered" if gather else "dw", q.shape[0] // experts
     tile = choose(name, 128, rows, n, m, dtype, p.device)
-    box, tma = q, False
+    q_box, tma = q, False
     if rows >= 512:  # else the masked tail is most of the loop
-        box, tma = operand(q, (tile.bk, tile.bn))
+        q_box, tma = box(q, (tile.bk, tile.bn))
     stride_e, stride_m, stride_n = out.stride()
     if stride_n == 1:
-        out_box, tma_store = operand(out, (1, tile.bm, tile.bn))
+        out_box, tma_store = box(out, (1, tile.bm, tile.bn))
     else:
-        out_box, tma_store = operand(out.transpose(1, 2), (1, tile.bn, tile.bm))
+        out_box, tma_store = box(out.transpose(1, 2), (1, tile.bn, tile.bm))
     store = ("N" if stride_n == 1 else "M") if tma_store else ""
     start = _launches(
         STRIDE_P=p.stride(0), STRIDE_Q=q.stride(0),
@@ -120,6 +121,6 @@ def dw(
     )  # fmt: skip
     start(
         (experts * -(-m // tile.bm) * -(-n // tile.bn),),
-        p, q, box, out, out_box, order.row_to_slot, order.expert_offsets,
+        p, q, q_box, out, out_box, order.row_to_slot, order.expert_offsets,
     )  # fmt: skip
     return out

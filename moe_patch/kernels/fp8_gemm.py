@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..compat import has_gluon
 from ..order import ExpertOrder
-from . import tiles
+from . import chips
 from .activate import gate_of, glu
-from .launch import Launch, cdiv, descriptor
+from .boxes import gluon_box
+from .launch import Launch, cdiv
 from .quantize import BLOCK, quantize_rows
 from .tiles import INTERPRET, block_m, place
 
@@ -82,7 +83,7 @@ def fp8_gemm_kernel(
 
 
 def _hopper(device: torch.device) -> bool:
-    return not INTERPRET and tiles.chip(device)[0] == 90 and has_gluon()
+    return not INTERPRET and chips.chip(device).wgmma and has_gluon()
 
 
 @functools.cache
@@ -94,7 +95,7 @@ def _programs(device: torch.device) -> int:
 
 def runs(device: torch.device) -> bool:
     """Whether the device multiplies e4m3."""
-    return INTERPRET or tiles.chip(device)[0] >= 89
+    return INTERPRET or chips.chip(device).fp8
 
 
 def height(slots: int, num_experts: int, device: torch.device) -> int:
@@ -117,17 +118,6 @@ def _prepared(
         fp8_gemm_kernel, N=n, K=k, M_MAX=m_max, GATE=gate, SAVE_PRE=save_pre, INTERPRET=INTERPRET,
         BM=bm, GROUP_M=group_m, num_warps=8 if bm == 128 else 4, num_stages=stages,
     )  # fmt: skip
-
-
-@functools.lru_cache(4096)
-def _box(pointer: int, rows: int, columns: int, height: int):
-    """A descriptor for Gluon, of boxes [height, 128]; it does not keep the memory alive."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    plain = descriptor(pointer, torch.float8_e4m3fn, (rows, columns), (columns, 1), (height, BLOCK))
-    layout = NVMMASharedLayout(128, 8, 2)
-    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
 
 
 def fp8_gemm(
@@ -159,32 +149,32 @@ def fp8_gemm(
         out = x.new_empty(slots, n, dtype=torch.bfloat16)
     if slots == 0:
         return out, scale
-    hopper = _hopper(x.device) and columns % 16 == 0
-    hopper &= (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    boxes = (None, None)
+    if _hopper(x.device) and (masked_m is not None or order.block_m == 128):
+        boxes = (
+            gluon_box(x.data_ptr(), x.dtype, (slots, columns), (64, BLOCK)),
+            gluon_box(weight.data_ptr(), x.dtype, (experts * n, columns), (BLOCK, BLOCK)),
+        )
+    hopper = None not in boxes
     if masked_m is None:
         bm, m_max, ends = order.block_m, 0, order.expert_offsets
         count = order.tile_expert.numel()
         listed = order.tile_expert, order.tile_row, order.num_tiles
-        hopper &= bm == 128
     else:
         m_max, ends, listed = slots // experts, masked_m, (None,) * 3
         bm = 128 if hopper else 64
         count = experts * cdiv(m_max, bm)
     stages = 4  # of 48 KB; and two weight tiles and one of rows
     if not hopper:
-        stages = max(1, min(4, (tiles.chip(x.device)[1] - 4096) // ((bm + 2 * BLOCK) * BLOCK)))
+        stages = max(1, min(4, (chips.chip(x.device).shared - 4096) // ((bm + 2 * BLOCK) * BLOCK)))
     start = _prepared(hopper, n, columns, m_max, bm, stages, activation, pre is not None)
     wide = n // 2 if activation else n
     count *= cdiv(wide, BLOCK if activation or not hopper else 2 * BLOCK)
-    operands = (x, weight)
     if hopper:
-        operands = (
-            _box(x.data_ptr(), slots, columns, 64),
-            _box(weight.data_ptr(), experts * n, columns, BLOCK),
-        )
         count = min(count, _programs(x.device))
     start(
-        (count,), *operands, x_scale, weight_scale, out, scale, pre, ends, *listed,
+        (count,), *(boxes if hopper else (x, weight)), x_scale, weight_scale, out, scale, pre,
+        ends, *listed,
         *x_scale.stride(), 0 if scale is None else scale.stride(1), experts,
     )  # fmt: skip
     return out, scale

@@ -23,8 +23,6 @@ from .tiles import (
     load_rows,
     low_rank_in,
     low_rank_out,
-    starts_box,
-    use_tma,
 )
 from .weights import Weight, readable, weight_dot, weight_operand
 
@@ -168,15 +166,11 @@ def gate_up(
     name = name if scale is None else name + W8
     tile = choose(name, order.block_m, slots // experts, inner, hidden, dtype, device)
     turned = form == "concatenated" and weight.stride(2) != 1
-    # boxes of the second half begin at `inner`; with FP8 weights they have faulted on an H200
-    by_pointer = turned and (scale is not None or not starts_box(inner, weight.dtype))
-    one_dot = not turned or by_pointer or not use_tma(device)
-    halves = 2 if one_dot and form == "concatenated" else 1
+    halves = 2 if form == "concatenated" and not turned else 1
     columns = 2 * tile.bn if form == "interleaved" else tile.bn
-    if by_pointer:
-        weights, tma, k_major = readable(weight), False, False
-    else:
-        weights, tma, k_major = weight_operand(weight, columns, tile.bk, halves)
+    begins = (inner,) if turned else ()  # the second half's boxes
+    weights, tma, k_major = weight_operand(weight, columns, tile.bk, halves=halves, begins=begins)
+    one_dot = not (turned and tma)
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
         weight.stride(), NO_SCALES if scale is None else scale.stride(), tma, k_major,

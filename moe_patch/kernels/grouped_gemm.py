@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
+from .boxes import box
 from .tiles import (
     NO_SCALES,
     NO_UPDATE,
@@ -21,7 +22,6 @@ from .tiles import (
     load_rows,
     low_rank_in,
     low_rank_out,
-    operand,
 )
 from .weights import Weight, readable, weight_dot, weight_operand
 
@@ -111,7 +111,7 @@ def grouped_gemm(
     name = "gemm" if scale is None else "gemm" + W8
     tile = choose(name, order.block_m, rows, n, k, dtype, x.device)
     weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
-    box, x_tma = (x, False) if gather else operand(x, (tile.bm, tile.bk))
+    rows_in, x_tma = (x, False) if gather else box(x, (tile.bm, tile.bk))
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
         weight.stride(), NO_SCALES if scale is None else scale.stride(), tma, k_major,
@@ -121,7 +121,7 @@ def grouped_gemm(
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * -(-n // tile.bn),),
-        box, weights, scale if scale is None else readable(scale), bias, out,
+        rows_in, weights, scale if scale is None else readable(scale), bias, out,
         *((low_rank.a, low_rank.b, low_rank.side) if low_rank else NO_UPDATE),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
@@ -97,27 +95,3 @@ def cdiv(a: int, b: int) -> int:
 def power_of_two(n: int) -> int:
     """The smallest one that is at least n, for n >= 1."""
     return 1 << (n - 1).bit_length()
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """What a descriptor needs of a tensor; keeps nothing alive, so that it can be kept."""
-
-    pointer: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
-def descriptor(
-    pointer: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    block: tuple[int, ...],
-) -> Any:
-    """TMA descriptor of boxes `block` in the tensor that lies there; it does not keep it alive."""
-    return compat.tensor_descriptor()(
-        _Memory(pointer, dtype), list(shape), list(strides), list(block)
-    )

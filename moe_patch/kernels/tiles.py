@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compat import has_tensor_descriptor, interpreted
+from ..compat import interpreted
 from ..precision import allows_tf32
-from . import interpreter, table
+from . import chips, interpreter, table
 from .activate import gate_of
-from .launch import Launch, descriptor, power_of_two
+from .launch import Launch, power_of_two
 
 INTERPRET: bool = interpreted()
 if INTERPRET:
@@ -40,19 +40,6 @@ class Tile:
     warps: int
     stages: int
     group_m: int = 8
-
-
-@functools.cache
-def chip(device: torch.device) -> tuple[int, int, bool]:
-    """(compute capability as 80, 90 ...; bytes of shared memory a program may use; has TMA)."""
-    if device.type != "cuda":
-        return 0, 1 << 20, False
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return 0, 64 * 1024, False
-    capability = 10 * properties.major + properties.minor
-    tma = capability >= 90 and has_tensor_descriptor()
-    return capability, properties.shared_memory_per_block_optin, tma
 
 
 def block_m(num_slots: int, num_experts: int, dtype: torch.dtype) -> int:
@@ -129,28 +116,17 @@ def forget() -> None:
         cached.cache_clear()
 
 
-@functools.cache
-def card(device: torch.device) -> tuple[str, str]:
-    """(name, architecture as sm_90 or gfx942); no name where there is no card."""
-    if device.type != "cuda":
-        return "", f"sm_{chip(device)[0]}"
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return properties.name, properties.gcnArchName.split(":")[0]
-    return properties.name, f"sm_{chip(device)[0]}"
-
-
 def measured(
     kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> Tile | None:
     """The tables' entry that fits the device's shared memory, for the arguments of `choose`."""
-    name, arch = card(device)
+    found = chips.chip(device)
+    name, arch = chips.name(device), found.arch
     key = table.key(kernel, str(dtype).removeprefix("torch."), n, k, bm, rows)
     for tiles in (table.user(name, triton.__version__) if name else {}, table.shipped(name, arch)):
         if key in tiles:
-            shared, itemsize = chip(device)[1], dtype.itemsize
-            tile = fit(kernel, Tile(*tiles[key]), n, itemsize, shared)
-            if step(kernel, tile, itemsize) <= shared - 4096:
+            tile = fit(kernel, Tile(*tiles[key]), n, dtype.itemsize, found.shared)
+            if step(kernel, tile, dtype.itemsize) <= found.shared - 4096:
                 return tile
     return None
 
@@ -159,24 +135,24 @@ def heuristic(
     kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> Tile:
     """What `choose` answers where nothing was measured."""
-    _, shared, tma = chip(device)
+    chip = chips.chip(device)
     if INTERPRET:
         return Tile(bm, 32, 32, 4, 1)
     if kernel.endswith(W8):  # products meet their scale beside the accumulator: half the columns
         halves = 2 if kernel.startswith("gate_up") else 1
         if dtype == torch.float32:
             tile = Tile(bm, 32 // halves, 32, 4, 3)
-        elif shared < 160_000:
+        elif chip.small:
             tile = Tile(bm, 64 // halves, 32, 4, 3)
         else:
-            bn, bk = (128 if bm == 64 else 64) // halves, 128 if tma and bm < 64 else 64
+            bn, bk = (128 if bm == 64 else 64) // halves, 128 if chip.tma and bm < 64 else 64
             tile = Tile(bm, bn, bk, 4, 3 if bm == 128 else 4)
-        return fit(kernel, tile, n, dtype.itemsize, shared)
+        return fit(kernel, tile, n, dtype.itemsize, chip.shared)
     if kernel.startswith("dw"):
-        bm = 64 if dtype == torch.float32 or shared < 160_000 else 128
+        bm = 64 if dtype == torch.float32 or chip.small else 128
     if dtype == torch.float32:
         tile = Tile(bm, 32 if kernel == "gate_up" else 64, 32, 4, 3)
-    elif shared < 160_000:  # Ada, consumer Blackwell, CDNA: 64 to 100 KB
+    elif chip.small:  # Ada, consumer Blackwell, CDNA: 64 to 100 KB
         tile = Tile(bm, 64, 32, 4, 3)
     elif kernel.startswith("dw") and rows < 512:  # writes are most of it: three programs an SM
         tile = Tile(64, 256, 32, 4, 5)
@@ -187,48 +163,7 @@ def heuristic(
         tile = Tile(bm, 128, 64, 4, 4)
     else:
         tile = Tile(bm, 64, 128, 4, 4)
-    return fit(kernel, tile, n, dtype.itemsize, shared)
-
-
-def operand(tensor: Tensor, block: tuple[int, ...], halves: int = 1) -> tuple[Any, bool]:
-    """(a TMA descriptor of boxes `block`, True); (the tensor itself, False) where TMA cannot.
-
-    halves = 2, of [E, N, K]: boxes [1, 2, BN, BK] with BN rows of each half of N.
-    """
-    box = _box(
-        tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device,
-        block, halves,
-    )  # fmt: skip
-    return (tensor, False) if box is None else (box, True)
-
-
-def starts_box(at: int, dtype: torch.dtype) -> bool:
-    """Whether a TMA box may begin at that element of the last dimension: on 16 bytes alone.
-
-    On an H200 any other begin is an illegal instruction, which ends the CUDA context.
-    """
-    return at * dtype.itemsize % 16 == 0
-
-
-@functools.lru_cache(4096)
-def _box(
-    pointer: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    device: torch.device,
-    block: tuple[int, ...],
-    halves: int,
-) -> Any:
-    """Needs a 16-byte aligned base and strides, and a contiguous last dimension."""
-    aligned = all(stride > 0 and stride * dtype.itemsize % 16 == 0 for stride in strides[:-1])
-    aligned &= strides[-1] == 1 and pointer % 16 == 0 and 0 not in shape
-    if not (aligned and use_tma(device)):
-        return None
-    if halves == 2:
-        (experts, n, k), (stride_e, stride_n, _) = shape, strides
-        shape, strides = (experts, 2, n // 2, k), (stride_e, n // 2 * stride_n, stride_n, 1)
-    return descriptor(pointer, dtype, shape, strides, block)
+    return fit(kernel, tile, n, dtype.itemsize, chip.shared)
 
 
 class Layout(NamedTuple):
@@ -313,16 +248,6 @@ class LowRank:
     def rank(self) -> int:
         """R."""
         return self.a.shape[1]
-
-
-def use_tma(device: torch.device) -> bool:
-    """Whether tiles travel through the Tensor Memory Accelerator on this device."""
-    return chip(device)[2]
-
-
-def converts_fp8(device: torch.device) -> bool:
-    """Whether Triton reads e4m3 on this device; its interpreter makes a number of NaN."""
-    return chip(device)[0] >= 89
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tiles
-from .tiles import dot, operand
+from . import chips
+from .boxes import box
+from .tiles import dot
 
 BLOCK = 128
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
@@ -26,22 +27,26 @@ def readable(weight: Tensor) -> Tensor:
     """What a kernel is given: e4m3 as its bits where the chip cannot convert it, e8m0 always."""
     if weight.dtype == torch.float8_e8m0fnu:
         return weight.view(torch.uint8)
-    if weight.dtype == torch.float8_e4m3fn and not tiles.converts_fp8(weight.device):
+    if weight.dtype == torch.float8_e4m3fn and not chips.chip(weight.device).fp8:
         return weight.view(torch.uint8)
     return weight
 
 
-def weight_operand(weight: Tensor, bn: int, bk: int, halves: int = 1) -> tuple[Any, bool, bool]:
+def weight_operand(
+    weight: Tensor, bn: int, bk: int, *, halves: int = 1, begins: tuple[int, ...] = ()
+) -> tuple[Any, bool, bool]:
     """A logical [E, N, K] weight as a kernel argument: (tensor or TMA descriptor, is TMA, K-major).
 
-    halves = 2: blocks of 2 * bn columns, bn of each half of N; K-major weights only.
+    halves = 2: blocks of 2 * bn columns, bn of each half of N; K-major weights only. `begins`:
+    columns past which a kernel counts its blocks, besides 0; of weights that are not K-major.
     """
     if weight.element_size() == 1:
         weight = readable(weight)
     if weight.stride(2) == 1:
-        return *operand(weight, (1, bn, bk) if halves == 1 else (1, 2, bn, bk), halves), True
-    box, tma = operand(weight.transpose(1, 2), (1, bk, bn))
-    return (box, True, False) if tma else (weight, False, False)
+        block = (1, bn, bk) if halves == 1 else (1, 2, bn, bk)
+        return *box(weight, block, halves=halves), True
+    boxes, tma = box(weight.transpose(1, 2), (1, bk, bn), begins=begins)
+    return (boxes, True, False) if tma else (weight, False, False)
 
 
 @triton.jit

@@ -198,7 +198,7 @@ def _choose(
 
 
 def _require(comparison: Comparison, hidden_states: Tensor | None) -> None:
-    reason = kernels.why_not(comparison.device.type)
+    reason = kernels.why_not(comparison.device)
     if reason:
         raise RuntimeError(
             f"{reason}; on a CPU, set TRITON_INTERPRET=1 before transformers is imported"

@@ -169,12 +169,12 @@ def why_not_run(*tensors: Tensor) -> str | None:
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             return f"a tensor is {tensor.dtype}: bfloat16, float16 or float32 is needed"
-    device_type = tensors[0].device.type
+    device = tensors[0].device
     if torch.compiler.is_compiling():
-        return _why_not_device(device_type)
-    return kernels.why_not(device_type) or why_not_kernels()
+        return _why_not_device(device)
+    return kernels.why_not(device) or why_not_kernels()
 
 
 @torch.compiler.assume_constant_result
-def _why_not_device(device_type: str) -> str | None:
-    return kernels.why_not(device_type)
+def _why_not_device(device: torch.device) -> str | None:
+    return kernels.why_not(device)

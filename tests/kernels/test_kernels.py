@@ -102,10 +102,10 @@ def test_combine_equals_its_twin_and_skips_dropped_rows(device, weighted):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_every_tile_fits_the_chip(monkeypatch, rows, shared, dtype):
     """Stages are cut until the operands fit; three 4-byte kilobytes stay for the rest."""
-    from moe_patch.kernels import tiles
+    from moe_patch.kernels import chips, tiles
 
     monkeypatch.setattr(tiles, "INTERPRET", False)
-    monkeypatch.setattr(tiles, "chip", lambda device: (90, shared, True))
+    monkeypatch.setattr(chips, "chip", lambda device: chips.nvidia(90, shared))
     height = tiles.block_m(rows * 128, 128, dtype)
     for kernel in ("gate_up", "gemm", "dgate", "dw", "dw_gathered"):
         tile = tiles.heuristic(kernel, height, rows, 768, 2048, dtype, torch.device("cuda"))
@@ -117,11 +117,11 @@ def test_every_tile_fits_the_chip(monkeypatch, rows, shared, dtype):
         assert kernel.startswith("dw") or tile.bm == height
 
 
-@pytest.mark.parametrize("inner, boxes", [(100, False), (104, True), (71, False)])
+@pytest.mark.parametrize("inner, by_box", [(100, False), (104, True), (71, False)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_no_box_begins_between_16_bytes(inner, boxes, turned, monkeypatch):
+def test_no_box_begins_between_16_bytes(inner, by_box, turned, monkeypatch):
     """Pointers load both halves instead: such a box is an illegal instruction on an H200."""
-    from moe_patch.kernels import gate_up, tiles
+    from moe_patch.kernels import boxes, chips, gate_up
 
     told = []
 
@@ -129,15 +129,13 @@ def test_no_box_begins_between_16_bytes(inner, boxes, turned, monkeypatch):
         return lambda grid, x, weights, *rest: told.append((weights, constants["ONE_DOT"]))
 
     monkeypatch.setattr(gate_up, "_launches", launches)
-    for module in (gate_up, tiles):
-        monkeypatch.setattr(module, "use_tma", lambda device: True)
+    monkeypatch.setattr(chips, "chip", lambda device: chips.nvidia(90, 232_448))
     weight = torch.zeros(2, 40, 2 * inner, dtype=torch.float16).mT
     weight = weight if turned else weight.contiguous()
     x, index = torch.zeros(3, 40, dtype=torch.float16), torch.tensor([[0], [1], [1]])
     order = reference.sort_tokens(index, 2, 16)
     gate_up.gate_up(x, weight, order, x[:, :1], weight_on_input=False, save_pre=True)
-    tiles._box.cache_clear()  # the CPU has no TMA
+    boxes._box.cache_clear()  # the CPU has no TMA
     ((weights, one_dot),) = told
-    by_box = boxes if turned else True
-    assert isinstance(weights, torch.Tensor) != by_box
-    assert one_dot == (not turned or not boxes)
+    assert isinstance(weights, torch.Tensor) == (turned and not by_box)
+    assert one_dot == (not turned or not by_box)

@@ -15,10 +15,10 @@ from ops import assert_close, in_double, moe
 from triton.runtime.jit import JITFunction
 
 from moe_patch import reference
+from moe_patch.kernels import boxes, chips
 from moe_patch.kernels import launch as launcher
-from moe_patch.kernels import tiles
+from moe_patch.kernels.boxes import box
 from moe_patch.kernels.launch import cdiv, power_of_two
-from moe_patch.kernels.tiles import operand
 from moe_patch.ops.experts import fused_experts
 
 
@@ -30,15 +30,15 @@ def test_cdiv_and_power_of_two(a, b):
 
 
 def test_descriptors_are_kept_and_keep_nothing(monkeypatch):
-    monkeypatch.setattr(tiles, "use_tma", lambda device: True)
+    monkeypatch.setattr(chips, "chip", lambda device: chips.nvidia(90, 232_448))
     tensor = torch.zeros(4, 64, dtype=torch.float16)
-    one, tma = operand(tensor, (2, 32))
-    assert tma and one is operand(tensor, (2, 32))[0] is not operand(tensor, (4, 32))[0]
+    one, tma = box(tensor, (2, 32))
+    assert tma and one is box(tensor, (2, 32))[0] is not box(tensor, (4, 32))[0]
     assert one.base.data_ptr() == tensor.data_ptr() and one.shape == [4, 64]
     assert not any(isinstance(value, torch.Tensor) for value in vars(one.base).values())
     for other in (tensor.T, tensor[:, 1:], tensor[:0], torch.zeros(4, 12, dtype=torch.float16)):
-        assert operand(other, (2, 32)) == (other, False)
-    tiles._box.cache_clear()  # the CPU has no TMA
+        assert box(other, (2, 32)) == (other, False)
+    boxes._box.cache_clear()  # the CPU has no TMA
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -1,8 +1,8 @@
-"""Compiles every kernel ahead of time for one chip: `python tests/tools/aot.py sm_90`, without GPU.
+"""Compiles every kernel ahead of time: `python tests/tools/aot.py sm_90 gfx942`, without a GPU.
 
 The launchers run on meta tensors with the launch itself intercepted, so what is compiled is what
 they would launch at the real shapes: tiles, descriptors, alignment and all. Prints a line a kernel
-with its registers, spills and shared memory (NVIDIA).
+with its registers, spills (bytes; vector registers on AMD) and shared memory.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import re
 import sys
 import tempfile
 import time
+import traceback
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
@@ -31,22 +33,25 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_patch import kernels
 from moe_patch.activation import parse
+from moe_patch.kernels import chips
 from moe_patch.kernels import launch as launcher
-from moe_patch.kernels import tiles
 from moe_patch.ops import experts, routing
 from moe_patch.ops import fp8 as products
 from moe_patch.ops.operands import Inputs, Projection
 
 launcher.DIRECT = False  # on a machine with a GPU, too
 
-# name: (target, what tiles.chip() answers there: capability, shared memory, TMA)
 CHIPS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), (80, 166_912, False)),
-    "sm_89": (GPUTarget("cuda", 89, 32), (89, 101_376, False)),
-    "sm_90": (GPUTarget("cuda", 90, 32), (90, 232_448, True)),
-    "sm_100": (GPUTarget("cuda", 100, 32), (100, 232_448, True)),
-    "sm_120": (GPUTarget("cuda", 120, 32), (120, 101_376, True)),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), (0, 65_536, False)),
+    "sm_80": (GPUTarget("cuda", 80, 32), chips.nvidia(80, 166_912)),
+    "sm_86": (GPUTarget("cuda", 86, 32), chips.nvidia(86, 101_376)),
+    "sm_89": (GPUTarget("cuda", 89, 32), chips.nvidia(89, 101_376)),
+    "sm_90": (GPUTarget("cuda", 90, 32), chips.nvidia(90, 232_448)),
+    "sm_100": (GPUTarget("cuda", 100, 32), chips.nvidia(100, 232_448)),
+    "sm_103": (GPUTarget("cuda", 103, 32), chips.nvidia(103, 232_448)),
+    "sm_120": (GPUTarget("cuda", 120, 32), chips.nvidia(120, 101_376)),
+    "sm_121": (GPUTarget("cuda", 121, 32), chips.nvidia(121, 101_376)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), chips.amd("gfx942")),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), chips.amd("gfx950")),
 }
 OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
 TYPES = {
@@ -183,6 +188,8 @@ SHAPES = {  # tokens, hidden, inner, experts, top_k
     "decode": (1, 2048, 768, 128, 8),
     "one_token": (1, 5120, 8192, 16, 1),
     "lora": (8192, 2048, 768, 128, 8),
+    "lora_short": (64, 2048, 768, 128, 8),
+    "middle": (1024, 2048, 768, 128, 8),
     "gpt_oss": (4096, 2880, 2880, 32, 4),
     "gpt_oss_decode": (1, 2880, 2880, 32, 4),
     "nemotron_h": (4096, 2688, 1856, 128, 6),
@@ -200,48 +207,71 @@ ACTS = {
 }
 
 
+def compile_for(chip, shapes, dtypes):
+    """Prints a line a kernel."""
+    target, found = CHIPS[chip]
+    chips.chip = lambda device: found
+    done = set()
+    for shape, dtype in itertools.product(shapes, dtypes):
+        arguments = (
+            *SHAPES[shape],
+            getattr(torch, dtype),
+            shape in ("llama4_scout", "one_token"),
+            16 if shape.startswith("lora") else 0,
+            ACTS.get(shape.removesuffix("_decode"), "silu"),
+            shape.startswith("gpt_oss"),
+            shape.startswith("fp8"),
+        )
+        for launch in moe_launches(*arguments):
+            key = repr((launch[0].__name__, *launch[1:]))
+            if key not in done:
+                done.add(key)
+                print(f"{chip} {shape} {dtype} {line(target, launch)}", flush=True)
+
+
+def line(target, launch):
+    """Kernel, tile, warps, stages: registers, spills, shared memory, seconds."""
+    start = time.time()
+    compiled, log = build(target, launch)
+    if "amdgcn" in compiled.asm:
+        log = compiled.asm["amdgcn"]
+        registers = re.findall(r"\.vgpr_count:\s+(\d+)", log)
+        spills = re.findall(r"\.vgpr_spill_count:\s+(\d+)", log)
+    else:
+        registers = re.findall(r"Used (\d+) registers", log)
+        spills = re.findall(r"(\d+) bytes spill stores", log)
+    kernel, _, values, _, how = launch
+    tile = values["TILE"]._asdict() if "TILE" in values else values
+    tile = {name.upper(): size for name, size in tile.items()}
+    tile = "x".join(str(tile[name]) for name in ("BM", "BN", "BK") if name in tile)
+    return (
+        f"{kernel.__name__} {tile or '-'} w{how['num_warps']} s{how['num_stages']}: "
+        f"registers {','.join(registers) or '-'}, spills {','.join(spills) or '-'}, "
+        f"shared {compiled.metadata.shared}, {time.time() - start:.1f} s"
+        + (" SERIALISED" if "C7510" in log or "C7515" in log else "")
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("chip", choices=CHIPS)
+    parser.add_argument("chips", nargs="+", choices=CHIPS)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3_30b", "llama4_scout"])
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     options = parser.parse_args()
-    target, tiles_chip = CHIPS[options.chip]
-    tiles.chip = lambda device: tiles_chip
-    done = set()
-    for shape in options.shape:
-        for dtype in options.dtype:
-            arguments = (
-                *SHAPES[shape],
-                getattr(torch, dtype),
-                shape in ("llama4_scout", "one_token"),
-                16 if shape == "lora" else 0,
-                ACTS.get(shape.removesuffix("_decode"), "silu"),
-                shape.startswith("gpt_oss"),
-                shape.startswith("fp8"),
-            )
-            for launch in moe_launches(*arguments):
-                key = repr((launch[0].__name__, *launch[1:]))
-                if key in done:
-                    continue
-                done.add(key)
-                start = time.time()
-                compiled, log = build(target, launch)
-                registers = re.findall(r"Used (\d+) registers", log)
-                spills = re.findall(r"(\d+) bytes spill stores", log)
-                _, _, values, _, how = launch
-                tile = values["TILE"]._asdict() if "TILE" in values else values
-                tile = {name.upper(): size for name, size in tile.items()}
-                tile = "x".join(str(tile[name]) for name in ("BM", "BN", "BK") if name in tile)
-                print(
-                    f"{options.chip} {shape} {dtype} {launch[0].__name__} {tile} "
-                    f"w{how['num_warps']} s{how['num_stages']}: "
-                    f"registers {','.join(registers) or '-'}, "
-                    f"spills {','.join(spills) or '-'}, shared {compiled.metadata.shared}, "
-                    f"{time.time() - start:.1f} s"
-                    + (" SERIALISED" if "C7510" in log or "C7515" in log else "")
-                )
-                sys.stdout.flush()
+    failed = 0
+    for chip in options.chips:  # in a process of its own: launchers keep what they chose for one
+        sys.stdout.flush()
+        if child := os.fork():
+            failed |= os.waitpid(child, 0)[1]
+            continue
+        code = 1
+        try:
+            compile_for(chip, options.shape, options.dtype)
+            code = 0
+        except Exception:
+            traceback.print_exc()
+        os._exit(code)
+    sys.exit(failed != 0)
 
 
 if __name__ == "__main__":

@@ -52,14 +52,14 @@ from ops import in_fp8, moe
 from triton.runtime.jit import JITFunction
 
 from moe_patch import kernels, patch
-from moe_patch.kernels import launch, tiles
+from moe_patch.kernels import chips, launch
 from moe_patch.ops import experts, routing
 from moe_patch.ops.operands import Inputs, Projection
 from moe_patch.shapes import build, find
 
 kernels.why_not = functools.cache(lambda device_type: None)
-tiles.chip = lambda device: (90, 232_448, True)
-tiles.card = lambda device: ("NVIDIA H200", "sm_90")
+chips.chip = lambda device: chips.nvidia(90, 232_448)
+chips.name = lambda device: "NVIDIA H200"
 
 
 def parameter_sizes(signature, boxes):

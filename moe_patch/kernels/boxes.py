@@ -1,0 +1,122 @@
+"""Boxes of tensors that travel through the Tensor Memory Accelerator (TMA), where that is lawful.
+
+A kernel is given a descriptor of boxes, or the tensor itself, which it reads by pointers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from . import chips
+
+
+def lawful(
+    pointer: int,
+    itemsize: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    block: tuple[int, ...],
+    begins: tuple[int, ...] = (),
+) -> bool:
+    """Whether the hardware takes boxes `block` of a tensor of these strides, in elements.
+
+    Boxes begin at multiples of `block`, and in the last dimension at multiples of it past each of
+    `begins`. The rules are those of cuTensorMapEncodeTiled in the CUDA driver API (at most five
+    dimensions of 1 to 2^32 elements, the last contiguous; the base and the other strides multiples
+    of 16 bytes, strides below 2^40), and one of the copy itself: a box that begins between 16 bytes
+    is an illegal instruction on an H200, which ends the CUDA context.
+    """
+    steps = [stride * itemsize for stride in strides[:-1]]
+    columns = (block[-1], *begins)
+    return (
+        len(shape) <= 5
+        and all(0 < size <= 2**32 for size in shape)
+        and strides[-1] == 1
+        and pointer % 16 == 0
+        and all(0 < step < 2**40 and step % 16 == 0 for step in steps)
+        and all(column * itemsize % 16 == 0 for column in columns)
+    )
+
+
+def box(
+    tensor: Tensor, block: tuple[int, ...], *, halves: int = 1, begins: tuple[int, ...] = ()
+) -> tuple[Any, bool]:
+    """(a descriptor of boxes `block`, True), or (the tensor itself, False) without lawful ones.
+
+    halves = 2, of [E, N, K]: boxes [1, 2, BN, BK] with BN rows of each half of N. `begins` as
+    `lawful` has it. The descriptor does not keep the tensor alive.
+    """
+    found = _box(
+        tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device,
+        block, halves, begins,
+    )  # fmt: skip
+    return (tensor, False) if found is None else (found, True)
+
+
+@functools.lru_cache(4096)
+def _box(
+    pointer: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    device: torch.device,
+    block: tuple[int, ...],
+    halves: int,
+    begins: tuple[int, ...],
+) -> Any:
+    if not chips.chip(device).tma:
+        return None
+    if halves == 2:
+        (experts, n, k), (stride_e, stride_n, _) = shape, strides
+        shape, strides = (experts, 2, n // 2, k), (stride_e, n // 2 * stride_n, stride_n, 1)
+    if not lawful(pointer, dtype.itemsize, shape, strides, block, begins):
+        return None
+    return _described(pointer, dtype, shape, strides, block)
+
+
+@functools.lru_cache(4096)
+def gluon_box(
+    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], block: tuple[int, ...]
+) -> Any:
+    """A descriptor for Gluon, of a contiguous [rows, columns] of one byte each.
+
+    None where boxes are not lawful. It does not keep the memory alive.
+    """
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    strides = (shape[1], 1)
+    if not lawful(pointer, dtype.itemsize, shape, strides, block):
+        return None
+    plain = _described(pointer, dtype, shape, strides, block)
+    layout = NVMMASharedLayout(128, 8, 2)
+    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a descriptor needs of a tensor; keeps nothing alive, so that it can be kept."""
+
+    pointer: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+def _described(
+    pointer: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    block: tuple[int, ...],
+) -> Any:
+    return compat.tensor_descriptor()(
+        _Memory(pointer, dtype), list(shape), list(strides), list(block)
+    )

@@ -1,0 +1,62 @@
+"""What a card has that kernels choose by."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ..compat import has_tensor_descriptor
+
+
+class Chip(NamedTuple):
+    """Of one device."""
+
+    arch: str
+    """sm_90, gfx942; empty where there is no card."""
+    shared: int
+    """Bytes of shared memory that a program may use."""
+    tma: bool = False
+    """Boxes of a tensor travel through the Tensor Memory Accelerator."""
+    wgmma: bool = False
+    """Products of a warpgroup, which Hopper alone has."""
+    fp8: bool = False
+    """Products of e4m3, and its conversion to other dtypes."""
+
+    @property
+    def small(self) -> bool:
+        """Whether tiles have to do with the 64 to 100 KB of consumer cards and of CDNA."""
+        return self.shared < 160_000
+
+
+def nvidia(capability: int, shared: int) -> Chip:
+    """Chip of compute capability 8.0, 9.0 ..., given as 80, 90 ..."""
+    return Chip(
+        f"sm_{capability}",
+        shared,
+        tma=capability >= 90 and has_tensor_descriptor(),
+        wgmma=capability == 90,
+        fp8=capability >= 89,
+    )
+
+
+def amd(arch: str) -> Chip:
+    """Chip of an architecture as gfx942. Triton's AMD backend has neither descriptors nor e4m3."""
+    return Chip(arch, 64 * 1024)
+
+
+@functools.cache
+def chip(device: torch.device) -> Chip:
+    """Chip of a device; a machine may have several kinds."""
+    if device.type != "cuda":
+        return Chip("", 1 << 20)
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return amd(found.gcnArchName.split(":")[0])
+    return nvidia(10 * found.major + found.minor, found.shared_memory_per_block_optin)
+
+
+def name(device: torch.device) -> str:
+    """The card's, as its maker calls it; empty where there is no card."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
