@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from moe_patch.kernels import table, tiles
+from moe_patch.kernels import chips, table, tiles
 from moe_patch.kernels.tiles import Tile
 
 NAME = "gate_up bfloat16 n768 k2048 m128 r1024"
@@ -30,8 +30,8 @@ def file(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped.json")
     table.SHIPPED.write_text("[]")
     monkeypatch.setattr(tiles, "INTERPRET", False)
-    monkeypatch.setattr(tiles, "chip", lambda device: (90, 232_448, True))
-    monkeypatch.setattr(tiles, "card", lambda device: ("A card", "sm_90"))
+    monkeypatch.setattr(chips, "chip", lambda device: chips.nvidia(90, 232_448))
+    monkeypatch.setattr(chips, "name", lambda device: "A card")
     monkeypatch.setattr(tiles.triton, "__version__", "3.6.1")
     tiles.forget()
     (tmp_path / "cache").mkdir()
@@ -121,7 +121,7 @@ def test_a_file_that_cannot_be_read_is_ignored_with_a_warning(file):
 def test_an_entry_fits_the_shared_memory_and_n(file, monkeypatch):
     table.add(file, "A card", "sm_90", "3.6.0", {NAME: [128, 128, 128, 8, 8, 8]})
     assert chosen() == Tile(128, 128, 128, 8, 2)
-    monkeypatch.setattr(tiles, "chip", lambda device: (90, 66_000, True))
+    monkeypatch.setattr(chips, "chip", lambda device: chips.nvidia(90, 66_000))
     tiles.forget()
     assert chosen() == tiles.heuristic(*ARGUMENTS), "not one stage fits"
     name = table.key("gemm", "float16", 40, 64, 16, 1)
