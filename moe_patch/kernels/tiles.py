@@ -131,6 +131,20 @@ def measured(
     return None
 
 
+def _in_little_memory(kernel: str, bm: int, rows: int) -> Tile:
+    """For 64 to 100 KB: the best of a sweep on an H200 held to 99 KB and mma.sync (docs/kernels.md).
+
+    Two to four programs share an SM; each accumulator has 64 or 128 registers of a thread.
+    """
+    if kernel.startswith("dw"):
+        return Tile(64, 128, 32, 4, 2) if rows < 512 else Tile(64, 256, 64, 4, 3)
+    if bm == 128:
+        return Tile(bm, 64 if kernel == "gate_up" else 128, 32, 4, 4)
+    if bm == 64:
+        return Tile(bm, 128 if kernel == "gate_up" else 256, 32, 4, 3)
+    return Tile(bm, 64, 64, 8, 3) if kernel == "gate_up" else Tile(bm, 64, 64, 4, 4)
+
+
 def heuristic(
     kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> Tile:
@@ -152,8 +166,8 @@ def heuristic(
         bm = 64 if dtype == torch.float32 or chip.small else 128
     if dtype == torch.float32:
         tile = Tile(bm, 32 if kernel == "gate_up" else 64, 32, 4, 3)
-    elif chip.small:  # Ada, consumer Blackwell, CDNA: 64 to 100 KB
-        tile = Tile(bm, 64, 32, 4, 3)
+    elif chip.small:
+        tile = _in_little_memory(kernel, bm, rows)
     elif kernel.startswith("dw") and rows < 512:  # writes are most of it: three programs an SM
         tile = Tile(64, 256, 32, 4, 5)
     elif bm == 128:

@@ -1,0 +1,197 @@
+"""Shapes that nobody named: drawn at random, judged by float64, repeated to the bit.
+
+A geometry (sizes, dtype, how the weights are stored, the activation) is compiled once and run with
+several numbers of tokens and routings. MOE_PATCH_GEOMETRIES says how many each test draws on a GPU:
+`MOE_PATCH_GEOMETRIES=40 pytest -m gpu tests/ops/test_any_shape.py` runs 10,240 cases.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from ops import gradients, in_double, in_fp8, moe
+from torch import Tensor
+
+from moe_patch import reference
+from moe_patch.activation import Activation
+from moe_patch.ops.experts import fused_experts
+from moe_patch.parity.law import measure, why_not
+
+ACTS = (
+    Activation(),
+    Activation(),
+    Activation("gelu_tanh"),
+    Activation("silu", 7.0, 1.702, 1.0, "interleaved"),
+    Activation("relu2", form="ungated"),
+)
+STORED = ("as they are", "transposed", "with slack", "off by one")
+ROUTINGS = ("random", "one", "repeat", "sentinel", "skewed")
+SEEDS = 32
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What kernels are compiled for, besides the height of their tiles."""
+
+    dtype: torch.dtype
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    act: Activation
+    stored: tuple[str, str]
+    extras: tuple[str, ...]
+    """Among bias, fp8, low rank, weight on input."""
+    runs: tuple[tuple[int, str], ...]
+    """(tokens, routing)."""
+
+
+@st.composite
+def geometries(draw: Any, most: int, experts: int, tokens: int, runs: int) -> Geometry:
+    """Sizes up to `most`, odd ones as often as multiples of 8 and their neighbours."""
+
+    def size() -> int:
+        eighths = st.integers(1, most // 8).map(lambda n: 8 * n)
+        near = st.tuples(eighths, st.sampled_from((-1, 0, 0, 1))).map(sum)
+        return draw(st.integers(1, most) | near)
+
+    interpreted = most < 100  # where bfloat16 is rounded to nowhere
+    halves = (torch.float16,) if interpreted else (torch.float16, torch.bfloat16, torch.bfloat16)
+    num = draw(st.integers(1, experts))
+    act = draw(st.sampled_from(ACTS))
+    extras = draw(st.sampled_from(((), (), ("bias",), ("fp8",), ("low rank",), ("on input",))))
+    counts = st.integers(1, 9) | st.integers(1, tokens)
+    return Geometry(
+        draw(st.sampled_from((torch.float32, *halves))),
+        size(),
+        size(),
+        num,
+        draw(st.integers(1, min(num, 6))),
+        act,
+        (draw(st.sampled_from(STORED)), draw(st.sampled_from(STORED))),
+        extras,
+        tuple(draw(st.tuples(counts, st.sampled_from(ROUTINGS))) for _ in range(runs)),
+    )
+
+
+def stored(weight: Tensor, how: str) -> Tensor:
+    """The same logical weight with other strides, or at another address."""
+    weight, grad = weight.detach(), weight.requires_grad
+    experts, n, k = weight.shape
+    if how == "transposed":
+        weight = weight.mT.contiguous().mT
+    elif how == "with slack":
+        slack = weight.new_full((experts, n + 1, k + 3), float("nan"))
+        slack[:, :n, :k] = weight
+        weight = slack[:, :n, :k]
+    elif how == "off by one":
+        flat = weight.new_empty(weight.numel() + 1)
+        flat[1:] = weight.flatten()
+        weight = flat[1:].view(experts, n, k)
+    return weight.requires_grad_(grad)
+
+
+def operands(found: Geometry, tokens: int, routing: str, device: torch.device) -> dict[str, Any]:
+    """Arguments of fused_experts."""
+    arguments = moe(
+        device, found.dtype, tokens, found.hidden, found.inner, found.experts, found.top_k,
+        routing="random" if routing == "skewed" else routing, act=found.act,
+        biased="bias" in found.extras,
+    )  # fmt: skip
+    if routing == "skewed":  # most slots go to few experts, some experts get none
+        drawn = torch.rand(tokens, found.top_k, device=device) ** 4 * found.experts
+        arguments["top_k_index"] = drawn.long()
+    if "fp8" in found.extras and found.inner % 128:  # else activations are rounded to FP8, too
+        arguments = in_fp8(arguments)
+        if "transposed" in found.stored:
+            for name in ("gate_up_proj", "down_proj"):
+                arguments[name] = arguments[name].mT.contiguous().mT
+    else:
+        for name, how in zip(("gate_up_proj", "down_proj"), found.stored):
+            arguments[name] = stored(arguments[name], how)
+    if "on input" in found.extras:
+        arguments["weight_on"] = "input"
+    if "low rank" in found.extras:
+        for name in ("gate_up", "down"):
+            experts, n, k = arguments[f"{name}_proj"].shape
+            pair = torch.randn(experts, 3, k), torch.randn(experts, n, 3)
+            arguments[f"{name}_low_rank"] = tuple(
+                (0.05 * factor).to(device, found.dtype).requires_grad_() for factor in pair
+            )
+    arguments["activation"] = found.act
+    return arguments
+
+
+def tensors(arguments: dict[str, Any]) -> list[Tensor]:
+    """Those of the arguments, the factors of low-rank updates among them."""
+    every = [v if isinstance(v, tuple) else (v,) for v in arguments.values()]
+    return [tensor for pair in every for tensor in pair if isinstance(tensor, Tensor)]
+
+
+def exactly(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same in float64."""
+    exact = in_double({n: v for n, v in arguments.items() if isinstance(v, Tensor)})
+    for name, value in arguments.items():
+        if isinstance(value, tuple):
+            exact[name] = tuple(f.detach().double().requires_grad_() for f in value)
+        elif not isinstance(value, Tensor):
+            exact[name] = value
+    return exact
+
+
+def check(found: Geometry, device: torch.device) -> None:
+    """Inference, training and all gradients of every run: the parity law, and the same bits twice.
+
+    In the place of Hugging Face's own result stands the plain loop over experts, in the same dtype.
+    """
+    for tokens, routing in found.runs:
+        arguments = operands(found, tokens, routing, device)
+        exact = exactly(arguments)
+        truth = reference.fused_experts(**exact)
+        d_out = torch.randn_like(truth)
+
+        def step(function, arguments=arguments, d_out=d_out):
+            with torch.no_grad():
+                inferred = function(**arguments)
+            out = function(**arguments)
+            return inferred, out, *gradients(out, d_out, *tensors(arguments))
+
+        ours, plain = step(fused_experts), step(reference.fused_experts)
+        truths = step(reference.fused_experts, exact)
+        for at, (mine, other, true) in enumerate(zip(ours, plain, truths, strict=True)):
+            broken = why_not(measure(mine, [other], true), found.dtype, guards=False)
+            assert not broken, f"{tokens} tokens, {routing}: result {at}: {broken[0]}"
+        for first, second in zip(ours, step(fused_experts)):
+            assert torch.equal(first, second), f"{tokens} tokens, {routing}: other bits"
+
+
+def drawn(number: int, count: int, **limits: int):
+    """Decorator: calls the function with `count` geometries, the same for each number."""
+
+    def decorate(function):
+        quiet = settings(
+            max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        )
+        return seed(number)(quiet(given(geometries(**limits))(function)))
+
+    return decorate
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_small_ones(number, device):
+    drawn(number, 4, most=40, experts=5, tokens=40, runs=2)(lambda found: check(found, device))()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(SEEDS))
+def test_any(number, device):
+    count = int(os.environ.get("MOE_PATCH_GEOMETRIES", "2"))
+    drawn(number, count, most=900, experts=40, tokens=1500, runs=8)(
+        lambda found: check(found, device)
+    )()
