@@ -116,7 +116,7 @@ def _prepared(
         return Launch(fp8_hopper_kernel, PLAN=sizes, GATE=gate, SAVE_PRE=save_pre, num_warps=4)
     return Launch(
         fp8_gemm_kernel, N=n, K=k, M_MAX=m_max, GATE=gate, SAVE_PRE=save_pre, INTERPRET=INTERPRET,
-        BM=bm, GROUP_M=group_m, num_warps=8 if bm == 128 else 4, num_stages=stages,
+        BM=bm, GROUP_M=group_m, num_warps=8 if bm == 128 or gate else 4, num_stages=stages,
     )  # fmt: skip
 
 
