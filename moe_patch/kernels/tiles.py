@@ -75,15 +75,20 @@ def step(kernel: str, tile: Tile, itemsize: int) -> int:
     return (tile.bm * itemsize + loaded(kernel, tile) * weights) * tile.bk
 
 
+def held(kernel: str, tile: Tile, itemsize: int, shared: int) -> int:
+    """Return how many of its steps the shared memory holds at a time."""
+    room = shared - 4096
+    if kernel.endswith(W8):  # widened weights lie beside those that come
+        room -= loaded(kernel, tile) * tile.bk * itemsize
+    return room // step(kernel, tile, itemsize)
+
+
 def fit(kernel: str, tile: Tile, n: int, itemsize: int, shared: int) -> Tile:
     """The same tile with no more columns than N = n fills and no more stages than are held."""
     tile = replace(tile, bn=min(tile.bn, max(16, power_of_two(n))))
     # the index load in the loop takes two stages of the pipeline
     idle = 2 if kernel == "dw_gathered" else 0
-    room = shared - 4096
-    if kernel.endswith(W8):  # widened weights lie beside those that come
-        room -= loaded(kernel, tile) * tile.bk * itemsize
-    stages = room // step(kernel, tile, itemsize) + idle
+    stages = held(kernel, tile, itemsize, shared) + idle
     return replace(tile, stages=max(1, min(tile.stages, stages)))
 
 
