@@ -250,6 +250,27 @@ def test_the_limit_ends_the_run_between_candidates(interpreted):
     assert reached == sorted(reached)
 
 
+@pytest.mark.parametrize("step", ("compiled", "fastest"))
+def test_no_candidate_is_run_after_the_limit(interpreted, monkeypatch, step):
+    """Each run takes a second."""
+    now, real, entry = [0.0], measure.run, entry_of("down")
+    full, small = measure.operands(TINY, 16, torch.float32, CPU, False)
+    tried = [tiles.Tile(16, bn, 16, 4, 1) for bn in (16, 32, 64, 128)]
+
+    def run(*arguments):
+        now[0] += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(measure, "run", run)
+    limit = Limit(2, lambda: now[0])
+    with pytest.raises(TimeUp):
+        if step == "compiled":
+            measure.compiled(entry, tried, small, limit)
+        else:
+            measure.fastest(entry, tried, tried[0], full, limit)
+    assert now == [2]
+
+
 def test_what_was_not_reached_is_said_with_the_command_that_continues(
     capsys, interpreted, monkeypatch
 ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -221,6 +222,20 @@ def test_every_default_entry_fits_with_the_same_key(name, gib):
         assert entry.key in {other.key for other in again}
         if plan.needed(block, entry.tokens, BF16, entry.backward) <= gib * GIB:
             assert found == (block, entry.tokens), "all experts where they fit"
+
+
+def test_experts_whose_rows_would_have_another_key_are_passed_over():
+    """80 tokens give 60 experts 8 rows each. 59 or 58 of them cannot have exactly as many, and one
+    row more makes their tiles higher."""
+    block = blocks.Block("x", 2880, 1440, 60, 6)
+    found = plan.fitting(block, 80, BF16, False, plan.needed(block, 80, BF16, False) - 1)
+    assert found == (replace(block, experts=57), 76)
+
+
+def test_fewer_experts_than_choices():
+    three = replace(QWEN, experts=3, top_k=3)
+    needed = plan.needed(three, 64, BF16, False)
+    assert plan.fitting(QWEN, 1024, BF16, False, needed) == (three, 64)
 
 
 def test_no_expert_fits():
