@@ -33,7 +33,7 @@ MINUTES = 2.0
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """What to tune, for how long, and where the tiles go."""
+    """Options: what to tune, for how long, and where the tiles go."""
     parser = Parser(f"{PROG} tune", description=ABOUT)
     flag = parser.add_argument
     flag(
@@ -80,7 +80,7 @@ class Left(ProgressColumn):
         self.limit = limit
 
     def render(self, task: Task) -> Text:
-        """m:ss."""
+        """Return it as minutes and seconds."""
         known = math.inf if task.time_remaining is None else task.time_remaining
         minutes, seconds = divmod(math.ceil(min(known, self.limit.left())), 60)
         return Text(f"{minutes}:{seconds:02} left")
@@ -132,7 +132,7 @@ def _measure(
     limit: Limit,
     results: list[tune.Result],
 ) -> int:
-    """Appends to `results` what is finished; 130 after Ctrl-C."""
+    """Measures in turn and appends to `results`; returns 130 after Ctrl-C, else 0."""
     with running.bar(Left(limit)) as progress:
         task = progress.add_task("", total=len(todo))
 

@@ -22,9 +22,9 @@ LITTLE_MEMORY = "skipped: too little memory on this card"
 
 @dataclass(frozen=True)
 class Result:
-    """An entry that is in the file now, or the reason why it is not.
+    """An entry with its times, or with the reason why it has none.
 
-    `experts` is how many of the block's were measured.
+    `experts` says how many of the block's experts were measured.
     """
 
     entry: Entry
@@ -36,7 +36,7 @@ class Result:
 def open_file(output: Path | None, device: torch.device) -> tuple[Path, set[str]]:
     """Return the file that tiles are written to, and the keys that it has for this card and Triton.
 
-    `output` is taken instead of the user's file.
+    The file is the user's, or `output`.
 
     Raises:
         ValueError: `output` is something else than a file of tiles.

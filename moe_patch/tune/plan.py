@@ -14,13 +14,13 @@ from .blocks import Block
 
 KERNELS = ("gate_up", "gemm", "dgate", "dw_gathered")
 BACKWARD = ("dgate", "dw_gathered")
-"""Those that run in the backward only."""
+"""Kernels that run in the backward only."""
 FIRST = (256, 64, 16, 4)
 """Rows an expert, one number for each height of a tile; the longest products first."""
 THEN = (1024, 512, 128, 32, 1, 2048, 8, 2, 4096)
 """One number for each other entry that the table can hold, the most frequent first."""
 COMPARED = 6
-"""Tensors of an output's size that the comparison of two outputs needs, with the outputs."""
+"""Tensors of an output's size that exist at a time while two outputs are compared."""
 FLUSHED = 1 << 28
 """Bytes that timing overwrites before each call, to empty the L2 cache."""
 
@@ -80,7 +80,7 @@ def entries(
 
 
 def _entries(block: Block, tokens: int, dtype: torch.dtype, backward: bool) -> Iterator[Entry]:
-    """Those of one forward or one backward."""
+    """Yield the entries of one forward or one backward."""
     from ..kernels import table
     from ..kernels.dequantize import ROWS
     from ..kernels.tiles import block_m
@@ -134,12 +134,12 @@ def room(free: int, total: int) -> int:
 
 
 def fitting(
-    block: Block, tokens: int, dtype: torch.dtype, backward: bool, bytes: int
+    block: Block, tokens: int, dtype: torch.dtype, backward: bool, available: int
 ) -> tuple[Block, int] | None:
-    """Return the block with as many of its experts as fit, and the tokens that give them as many
-    rows each; None where not one fits.
+    """Return the block with as many of its experts as fit `available` bytes, and the tokens that
+    give each of them the same number of rows; None where not one fits.
 
-    A key holds the rows an expert and not the experts, so the entry is the same.
+    A key does not hold the number of experts, so the entry is the same.
     """
     from ..kernels import table
     from ..kernels.tiles import block_m
@@ -152,7 +152,7 @@ def fitting(
         fewer = replace(block, experts=experts, top_k=min(block.top_k, experts))
         count = -(-slots * experts // (block.experts * fewer.top_k))
         same = key(count * fewer.top_k, experts) == key(slots, block.experts)
-        if same and needed(fewer, count, dtype, backward) <= bytes:
+        if same and needed(fewer, count, dtype, backward) <= available:
             return fewer, count
     return None
 
@@ -174,6 +174,6 @@ class Limit:
         return max(0.0, self._end - self._clock())
 
     def check(self) -> None:
-        """Raises TimeUp when nothing is left."""
+        """Raise TimeUp when nothing is left."""
         if not self.left():
             raise TimeUp
