@@ -62,12 +62,13 @@ def test_a_file_in_this_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "block_size, fp8", [([128, 128], True), ((128, 128), True), ([64, 64], False)]
+    "method, block_size, fp8",
+    [("fp8", [128, 128], True), ("fp8", [64, 64], False), ("other", [128, 128], False)],
 )
-def test_an_fp8_checkpoint_is_known_by_its_config(tmp_path, block_size, fp8):
+def test_an_fp8_checkpoint_is_known_by_its_config(tmp_path, method, block_size, fp8):
     file = config(tmp_path, **OLMOE)
     content = json.loads(file.read_text())
-    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": block_size}
+    content["quantization_config"] = {"quant_method": method, "weight_block_size": block_size}
     file.write_text(json.dumps(content))
     assert blocks.find(str(tmp_path)).fp8 is fp8
 
@@ -91,6 +92,7 @@ def test_families(tmp_path, model_type, expected):
 def test_llama4_weighs_its_inputs(tmp_path):
     block = blocks.find(str(config(tmp_path, "llama4_text")))
     assert (block.experts, block.top_k) == (16, 1) and block.transposed and block.weight_on_input
+    assert not blocks.find(str(tmp_path), fp8=True).transposed
 
 
 @pytest.mark.parametrize(
