@@ -57,6 +57,7 @@ setup(
         "moe_patch.ops",
         "moe_patch.parity",
         "moe_patch.recognise",
+        "moe_patch.tune",
     ],
     package_dir={"moe_patch": "moe_patch", "moe_patch.models": "models"},
     package_data={"moe_patch": ["py.typed"], "moe_patch.kernels": ["tuned.json"]},

@@ -46,7 +46,7 @@ FLOORS = tuple(
         "__init__",
         """bench bench.timing bench.kind bench.block bench.lora bench.families bench.fp8 bench.model
         bench.distributed bench.scaling bench.picture""",
-        "tune",
+        "tune.blocks tune.plan tune.measure tune",
         "commands commands.running commands.env commands.parity commands.bench commands.tune",
         "__main__",
     )
@@ -94,10 +94,10 @@ ARROWS = {
         "compat", "environment", "formats", "ops", "output", "parity", "patcher", "recognise",
         "reference", "shapes", "usage",
     },
-    "tune": {"bench", "kernels", "kernels.*", "order", "shapes"},
+    "tune": {"activation", "bench", "kernels", "kernels.*", "order", "recognise", "shapes"},
     "commands": {
-        "bench", "checkpoint", "environment", "kernels", "kernels.*", "models", "output", "parity",
-        "shapes", "switch", "tune", "usage",
+        "bench", "checkpoint", "environment", "kernels", "models", "output", "parity", "shapes",
+        "switch", "tune", "usage",
     },
     "__main__": {"commands", "usage", "version"},
 }  # fmt: skip

@@ -124,7 +124,7 @@ def sized(one: environment.Support) -> tuple[nn.Module | None, int | None]:
     experts = environment.build(
         one, {name: value for each in names for name, value in each.items()}
     )
-    return experts, size[3] if size else experts and _top_k(experts.config)
+    return experts, size[3] if size else experts and top_k_of(experts.config)
 
 
 def _first(experts: nn.Module) -> nn.Module:
@@ -169,7 +169,8 @@ def _time(
     return FamilyTiming(*about, ms, hf_ms, hf_ms / ms)
 
 
-def _top_k(config: object) -> int | None:
+def top_k_of(config: object) -> int | None:
+    """Return the choices a token that a configuration names; None where it names none."""
     found = (getattr(config, name, None) for name in _TOP_K)
     return next((int(k) for k in found if isinstance(k, int) and k > 0), None)
 

@@ -16,6 +16,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -108,10 +109,13 @@ def switch_off() -> str:
     return f"MOE_PATCH={os.environ.get('MOE_PATCH') or 0}"
 
 
-def bar() -> Progress:
-    """How far it is, what is under way and for how long, on stderr; gone in the end."""
+def bar(*more: ProgressColumn) -> Progress:
+    """How far it is, what is under way and for how long, on stderr; gone in the end.
+
+    `more` columns stand instead of the time that has passed.
+    """
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
-    return output.progress(*columns, TimeElapsedColumn())
+    return output.progress(*columns, *(more or [TimeElapsedColumn()]))
 
 
 def spinner() -> Progress:

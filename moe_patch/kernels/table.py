@@ -23,7 +23,8 @@ from typing import Any
 FORMAT = 1
 SHIPPED = Path(__file__).with_name("tuned.json")
 KEY = re.compile(
-    r"(gate_up|gemm|dgate|dw|dw_gathered) (bfloat16|float16|float32) n\d+ k\d+ m(\d+) r\d+"
+    r"((?:gate_up|gemm|dgate)(?:_w8)?|dw|dw_gathered) (bfloat16|float16|float32)"
+    r" n\d+ k\d+ m(\d+) r\d+"
 )
 
 
@@ -70,12 +71,14 @@ def _check(table: Any) -> None:
 
 
 def _valid(name: str, tile: Any) -> bool:
-    """[bm, bn, bk, warps, stages, group_m]; bm is the key's but for dw, which has its own."""
+    """[bm, bn, bk, warps, stages, group_m]; bm is the key's but for dw, which has its own, and bk
+    divides a block of 128 where weights are FP8."""
     found = KEY.fullmatch(name)
     if not found or not isinstance(tile, list) or [type(x) for x in tile] != [int] * 6:
         return False
     bm, bn, bk, warps, stages, group_m = tile
     blocks = all(size in (16, 32, 64, 128, 256) for size in (bm, bn, bk))
+    blocks &= bk <= 128 or not found[1].endswith("_w8")
     depth = warps in (1, 2, 4, 8, 16) and 1 <= stages <= 8 and 1 <= group_m <= 64
     return blocks and depth and (found[1].startswith("dw") or bm == int(found[3]))
 
@@ -119,6 +122,16 @@ def user(card: str, triton: str) -> dict[str, list[int]]:
         return {}
 
 
+def entries(path: Path, card: str, triton: str) -> dict[str, list[int]]:
+    """The tiles in a file for this card and Triton; none in one that is missing or broken."""
+    try:
+        tables = read(path)
+    except (FileNotFoundError, ValueError):
+        return {}
+    mine = (t for t in tables if t["card"] == card and same_triton(t["triton"], triton))
+    return next(mine, {"tiles": {}})["tiles"]
+
+
 def add(path: Path, card: str, arch: str, triton: str, tiles: dict[str, list[int]]) -> None:
     """Puts tiles into a card's table of the file, whole or not at all; a broken file starts anew.
 
@@ -128,8 +141,7 @@ def add(path: Path, card: str, arch: str, triton: str, tiles: dict[str, list[int
         tables = read(path)
     except (FileNotFoundError, ValueError):
         tables = []
-    old = [t for t in tables if t["card"] == card and same_triton(t["triton"], triton)]
-    tiles = dict(sorted(((old[0]["tiles"] if old else {}) | tiles).items()))
+    tiles = dict(sorted((entries(path, card, triton) | tiles).items()))
     table = {"format": FORMAT, "card": card, "arch": arch, "triton": triton, "tiles": tiles}
     tables = [t for t in tables if t["card"] != card] + [table]
     text = json.dumps(tables, indent=1)

@@ -62,15 +62,20 @@ def step(kernel: str, tile: Tile, itemsize: int) -> int:
     return (tile.bm * itemsize + loaded(kernel, tile) * weights) * tile.bk
 
 
+def held(kernel: str, tile: Tile, itemsize: int, shared: int) -> int:
+    """Return how many of its steps the shared memory holds at a time."""
+    room = shared - 4096
+    if kernel.endswith(W8):  # widened weights lie beside those that come
+        room -= loaded(kernel, tile) * tile.bk * itemsize
+    return room // step(kernel, tile, itemsize)
+
+
 def fit(kernel: str, tile: Tile, n: int, itemsize: int, shared: int) -> Tile:
     """The same tile with no more columns than N = n fills and no more stages than are held."""
     tile = replace(tile, bn=min(tile.bn, max(16, power_of_two(n))))
     # the index load in the loop takes two stages of the pipeline
     idle = 2 if kernel == "dw_gathered" else 0
-    room = shared - 4096
-    if kernel.endswith(W8):  # widened weights lie beside those that come
-        room -= loaded(kernel, tile) * tile.bk * itemsize
-    stages = room // step(kernel, tile, itemsize) + idle
+    stages = held(kernel, tile, itemsize, shared) + idle
     return replace(tile, stages=max(1, min(tile.stages, stages)))
 
 
@@ -126,15 +131,16 @@ def measured(
     for tiles in (table.user(name, triton.__version__) if name else {}, table.shipped(name, arch)):
         if key in tiles:
             tile = fit(kernel, Tile(*tiles[key]), n, dtype.itemsize, found.shared)
-            if step(kernel, tile, dtype.itemsize) <= found.shared - 4096:
+            if held(kernel, tile, dtype.itemsize, found.shared) >= 1:
                 return tile
     return None
 
 
 def _in_little_memory(kernel: str, bm: int, rows: int) -> Tile:
-    """For 64 to 100 KB: the best of a sweep on an H200 held to 99 KB and mma.sync (docs/kernels.md).
+    """Best tiles of a sweep for 64 to 100 KB, on an H200 held to 99 KB and mma.sync.
 
-    Two to four programs share an SM; each accumulator has 64 or 128 registers of a thread.
+    docs/kernels.md has the sweep. Two to four programs share an SM, and an accumulator takes 64 or
+    128 registers of a thread.
     """
     if kernel.startswith("dw"):
         return Tile(64, 128, 32, 4, 2) if rows < 512 else Tile(64, 256, 64, 4, 3)

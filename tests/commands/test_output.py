@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields
 
 import pytest
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -21,7 +22,8 @@ from moe_patch.bench.model import Rate
 from moe_patch.commands import parity as parity_command
 from moe_patch.commands import tune as tune_command
 from moe_patch.kernels.tiles import Tile
-from moe_patch.tune import Result
+from moe_patch.tune import Result, measure, plan
+from moe_patch.tune.blocks import Block
 
 NUMBER = re.compile(r"\d[\w.+-]*")
 widths = pytest.mark.parametrize("width", [60, 80, 120])
@@ -141,14 +143,15 @@ def test_parity_in_a_pipe():
 def test_tune(monkeypatch, capsys, width):
     if width:
         monkeypatch.setattr(output, "console", lambda file: Console(file=sys.stdout, width=width))
-    kinds = ("gate_up", "dw_gathered")
+    block = Block("shape", 14336, 22528, 128, 4)
     tiles = Tile(128, 256, 64, 8, 4, 16), Tile(64, 128, 128, 16, 3, 8)
+    measured = measure.Measured(tiles[0], 123.4567, tiles[1], 98.7654, 1.0, 1.0)
     rows = [
-        Result("shape", 131072, kind, 22528, 14336, 4096, tiles[0], 123.4567, tiles[1], 98.7654)
-        for kind in kinds
+        Result(entry, measured, 128)
+        for entry in plan.entries([block], torch.bfloat16, tokens=[131072], backward=True)
     ]
     tune_command.show(rows)
-    expected = "131072 22528 14336 4096 128x256x64 w8 s4 g16 123.4567 64x128x128 w16 s3 g8 98.7654"
+    expected = "22528 14336 4096 20 128x256x64 w8 s4 g16 123.4567 64x128x128 w16 s3 g8 98.7654"
     check(capsys.readouterr().out, expected, width or output.WIDTH)
 
 

@@ -15,6 +15,7 @@ from moe_patch.kernels.tiles import Tile
 NAME = "gate_up bfloat16 n768 k2048 m128 r1024"
 ARGUMENTS = ("gate_up", 128, 1000, 768, 2048, torch.bfloat16, torch.device("cuda", 0))
 GOOD = [128, 64, 64, 4, 3, 16]
+W8 = "gate_up_w8", "gate_up"
 HEURISTIC = Tile(128, 128, 64, 8, 4)
 
 
@@ -131,6 +132,27 @@ def test_an_entry_fits_the_shared_memory_and_n(file, monkeypatch):
     assert found == Tile(16, 64, 64, 4, 2)
 
 
+def test_an_entry_for_fp8_weights_is_looked_up_by_its_name(file):
+    """Its blocks of the reduction divide a block of scales."""
+    name, plain = (table.key(kernel, "bfloat16", 768, 2048, 128, 1000) for kernel in W8)
+    table.add(file, "A card", "sm_90", "3.6.0", {name: [128, 32, 128, 8, 2, 8]})
+    device = torch.device("cuda", 0)
+    found = tiles.choose(W8[0], 128, 1000, 768, 2048, torch.bfloat16, device)
+    assert found == Tile(128, 32, 128, 8, 2)
+    assert chosen() == HEURISTIC
+    assert table._valid(plain, [128, 32, 256, 8, 2, 8])
+    assert not table._valid(name, [128, 32, 256, 8, 2, 8])
+
+
+def test_entries_of_a_file(file):
+    assert table.entries(file, "A card", "3.6.1") == {}, "it is not there"
+    table.add(file, "A card", "sm_90", "3.6.0", {NAME: GOOD})
+    assert table.entries(file, "A card", "3.6.1") == {NAME: GOOD}
+    assert table.entries(file, "L4", "3.6.1") == table.entries(file, "A card", "3.7.0") == {}
+    file.write_text("[")
+    assert table.entries(file, "A card", "3.6.1") == {}, "it is broken"
+
+
 def test_the_interpreter_looks_nothing_up(file, monkeypatch):
     table.add(file, "A card", "sm_90", "3.6.0", {NAME: GOOD})
     monkeypatch.setattr(tiles, "INTERPRET", True)
@@ -199,7 +221,10 @@ def test_buckets_and_places(monkeypatch):
     rows = (0, 1, 2, 3, 4, 5, 1000, 4096, 99_999)
     found = [table.key("gemm", "float16", 1, 2, 3, count).split()[-1] for count in rows]
     assert found == ["r1", "r1", "r2", "r4", "r4", "r8", "r1024", "r4096", "r4096"]
-    assert table.KEY.fullmatch(table.key("dw_gathered", "bfloat16", 1, 2, 3, 4))
+    for kernel in ("dw_gathered", "gate_up_w8", "gemm_w8", "dgate_w8"):
+        assert table.KEY.fullmatch(table.key(kernel, "bfloat16", 1, 2, 3, 4))
+    for kernel in ("dw_w8", "dw_gathered_w8", "gate_up_w4"):
+        assert not table.KEY.fullmatch(table.key(kernel, "bfloat16", 1, 2, 3, 4))
     monkeypatch.setenv("HOME", "/h")
     monkeypatch.delenv("MOE_PATCH_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

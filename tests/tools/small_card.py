@@ -18,8 +18,6 @@ import os
 import shutil
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 ARCH, SHARED = "sm_89", 101_376
@@ -47,16 +45,17 @@ os.environ["MOE_PATCH_CACHE"] = tempfile.mkdtemp()
 import torch
 
 import moe_patch
-from moe_patch import tune
 from moe_patch.bench.timing import captured, free, times
-from moe_patch.kernels import chips, launch, on_device, table, tiles
+from moe_patch.kernels import chips, launch, table, tiles
 from moe_patch.kernels.tiles import Tile
-from moe_patch.shapes import SHAPES, Shape, build
+from moe_patch.shapes import Shape, build
+from moe_patch.tune import measure, plan
+from moe_patch.tune.blocks import Block
 
 DEVICE = torch.device("cuda", 0)
-SIZES = {
-    "qwen3_30b": SHAPES["qwen3_30b"],
-    "gpt_oss": Shape("llama4", 2880, 2880, 32, 4),  # stored transposed
+BLOCKS = {
+    "qwen3_30b": Block("qwen3_30b", 2048, 768, 128, 8),
+    "gpt_oss": Block("gpt_oss", 2880, 2880, 32, 4, transposed=True),
 }
 TOKENS = (64, 1024, 8192)
 
@@ -94,38 +93,21 @@ def sweep(path: str, names: list[str], tokens: list[int]) -> None:
     """Writes milliseconds of every candidate."""
     lines = []
     for name, count in itertools.product(names, tokens):
-        shape = SIZES[name]
-        full, small = tune.operands(shape, count, torch.bfloat16, DEVICE, True)
-        rows = count * shape.top_k // shape.num_experts
+        block = BLOCKS[name]
+        full, small = measure.operands(block, count, torch.bfloat16, DEVICE, True)
+        for entry in plan.entries([block], torch.bfloat16, tokens=[count], backward=True):
 
-        def starts(job, tile, small=small):
-            try:
-                with on_device(DEVICE), tiles.forced(job.kernel, tile):
-                    job.run(small)
-                return True
-            except Exception:
-                return False
+            def call(tile, on, entry=entry):
+                with tiles.forced(entry.kernel, tile):
+                    measure.run(entry, on)
 
-        with ThreadPoolExecutor(16) as pool:
-            work = [
-                (job, tile, pool.submit(starts, job, tile))
-                for job in tune.jobs(shape, True)
-                for tile in candidates(job.kernel, full.order.block_m, job.n, job.k)
-            ]
-            work = [(job, tile) for job, tile, ok in work if ok.result()]
-        for job in dict.fromkeys(job for job, _ in work):
-
-            def call(tile, job=job, full=full):
-                with tiles.forced(job.kernel, tile):
-                    job.run(full)
-
-            calls = {t: (lambda t=t, call=call: call(t)) for j, t in work if j is job}
+            tried = candidates(entry.kernel, entry.height, entry.n, entry.k)
+            tried = measure.compiled(entry, tried, small, plan.Limit())
+            calls = {t: (lambda t=t, call=call, full=full: call(t, full)) for t in tried}
             for tile, spread in times(calls, budget_ms=700).items():
                 sizes = ",".join(map(str, vars(tile).values()))
-                lines.append(
-                    f"{name},{count},{rows},{job.kernel},{job.n},{job.k},"
-                    f"{full.order.block_m},{sizes},{spread.ms:.4f}"
-                )
+                about = f"{name},{count},{entry.rows},{entry.kernel},{entry.n},{entry.k}"
+                lines.append(f"{about},{full.order.block_m},{sizes},{spread.ms:.4f}")
         Path(path).write_text("\n".join(lines) + "\n")
         full = small = None
         free()
@@ -143,7 +125,8 @@ def compare(names: list[str], tokens: list[int]) -> None:
     rule = tiles.heuristic
     print("| shape, T | pass | one tile, ms | the rule, ms | |\n|---|---|---|---|---|")
     for name, count in itertools.product(names, tokens):
-        size = replace(SIZES[name], family="llama4" if SIZES[name].top_k == 1 else "qwen3_moe")
+        sizes = BLOCKS[name]
+        size = Shape("qwen3_moe", sizes.hidden, sizes.inner, sizes.experts, sizes.top_k)
         block = build(size, dtype=torch.bfloat16, device=DEVICE)
         moe_patch.patch(block)
         x = torch.randn(1, count, size.hidden_size, dtype=torch.bfloat16, device=DEVICE)
@@ -180,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("sweep", "compare"))
     parser.add_argument("file", nargs="?", default="sweep.csv")
-    parser.add_argument("--shape", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--shape", nargs="+", choices=BLOCKS, default=list(BLOCKS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     options = parser.parse_args()
     if options.what == "sweep":
