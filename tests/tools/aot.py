@@ -207,7 +207,7 @@ ACTS = {
 }
 
 
-def compile_for(chip, shapes, dtypes):
+def compile_for(chip, shapes, dtypes, without):
     """Prints a line a kernel."""
     target, found = CHIPS[chip]
     chips.chip = lambda device: found
@@ -224,7 +224,7 @@ def compile_for(chip, shapes, dtypes):
         )
         for launch in moe_launches(*arguments):
             key = repr((launch[0].__name__, *launch[1:]))
-            if key not in done:
+            if key not in done and launch[0].__name__ not in without:
                 done.add(key)
                 print(f"{chip} {shape} {dtype} {line(target, launch)}", flush=True)
 
@@ -257,6 +257,7 @@ def main():
     parser.add_argument("chips", nargs="+", choices=CHIPS)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3_30b", "llama4_scout"])
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
+    parser.add_argument("--without", nargs="+", default=[], metavar="KERNEL")
     options = parser.parse_args()
     failed = 0
     for chip in options.chips:  # in a process of its own: launchers keep what they chose for one
@@ -266,7 +267,7 @@ def main():
             continue
         code = 1
         try:
-            compile_for(chip, options.shape, options.dtype)
+            compile_for(chip, options.shape, options.dtype, options.without)
             code = 0
         except Exception:
             traceback.print_exc()
