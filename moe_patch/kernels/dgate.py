@@ -198,7 +198,9 @@ def dgate(
     slots, (experts, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
     dtype, device = d_out.dtype, d_out.device
     name = "dgate" if scale is None else "dgate" + W8
-    tile = choose(name, order.block_m, slots // experts, inner, hidden, dtype, device)
+    tile = choose(
+        name, order.block_m, slots // experts, inner, hidden, dtype, device, low_rank is not None
+    )
     columns = -(-inner // tile.bn)
     d_pre, act, d_scale = into or (
         torch.empty_like(pre) if need_pre else pre.new_empty(0),

@@ -164,7 +164,9 @@ def gate_up(
     dtype, device = x.dtype, x.device
     name = "gemm" if form == "ungated" else "gate_up"
     name = name if scale is None else name + W8
-    tile = choose(name, order.block_m, slots // experts, inner, hidden, dtype, device)
+    tile = choose(
+        name, order.block_m, slots // experts, inner, hidden, dtype, device, low_rank is not None
+    )
     turned = form == "concatenated" and weight.stride(2) != 1
     halves = 2 if form == "concatenated" and not turned else 1
     columns = 2 * tile.bn if form == "interleaved" else tile.bn

@@ -109,7 +109,7 @@ def grouped_gemm(
     (experts, n, k), dtype = weight.shape, x.dtype
     rows = order.row_to_slot.numel() // experts
     name = "gemm" if scale is None else "gemm" + W8
-    tile = choose(name, order.block_m, rows, n, k, dtype, x.device)
+    tile = choose(name, order.block_m, rows, n, k, dtype, x.device, low_rank is not None)
     weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
     rows_in, x_tma = (x, False) if gather else box(x, (tile.bm, tile.bk))
     start = _launches(

@@ -93,26 +93,40 @@ def forced(kernel: str, tile: Tile) -> Iterator[None]:
 
 
 def choose(
-    kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+    kernel: str,
+    bm: int,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    low_rank: bool = False,
 ) -> Tile:
     """Configuration of `kernel` (gate_up, gemm, dgate, dw, dw_gathered; the first three with `W8`
     for FP8 weights): measured, or `heuristic`. `dtype` is that of the rows.
 
     For `rows` rows an expert (mean), N = n columns and a reduction over K = k; dw reduces over the
-    rows, and its k is M. The user's table goes before the shipped one.
+    rows, and its k is M. `low_rank`: with an update. The user's table goes before the shipped one.
     """
     found = _forced.get()
     if found is not None and found[0] == kernel:
         return found[1]
-    return _choose(kernel, bm, rows, n, k, dtype, device)
+    return _choose(kernel, bm, rows, n, k, dtype, device, low_rank)
 
 
 @functools.cache
 def _choose(
-    kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+    kernel: str,
+    bm: int,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    low_rank: bool,
 ) -> Tile:
     tile = None if INTERPRET else measured(kernel, bm, rows, n, k, dtype, device)
-    return tile or heuristic(kernel, bm, rows, n, k, dtype, device)
+    return tile or heuristic(kernel, bm, rows, n, k, dtype, device, low_rank)
 
 
 def forget() -> None:
@@ -152,7 +166,14 @@ def _in_little_memory(kernel: str, bm: int, rows: int) -> Tile:
 
 
 def heuristic(
-    kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+    kernel: str,
+    bm: int,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    low_rank: bool = False,
 ) -> Tile:
     """What `choose` answers where nothing was measured."""
     chip = chips.chip(device)
@@ -172,7 +193,7 @@ def heuristic(
         bm = 64 if dtype == torch.float32 or chip.small else 128
     if dtype == torch.float32:
         tile = Tile(bm, 32 if kernel == "gate_up" else 64, 32, 4, 3)
-    elif chip.small:
+    elif chip.small or (low_rank and chip.by_warp):  # larger ones spill by kilobytes on sm_80
         tile = _in_little_memory(kernel, bm, rows)
     elif kernel.startswith("dw") and rows < 512:  # writes are most of it: three programs an SM
         tile = Tile(64, 256, 32, 4, 5)
