@@ -913,6 +913,15 @@ _GLUON = [
 ]
 
 
+def fast_paths() -> dict[str, str | None]:
+    """What a card of NVIDIA can have -> None, or why this Triton has it not. Asks for no card."""
+    return {
+        "direct launches": _why_not_direct(),
+        "TMA descriptors": _first_lost([_DESCRIPTOR]),
+        "FP8 in Gluon": _why_not_gluon(),
+    }
+
+
 def gluon_load() -> Any:
     """Gluon's function that brings a tile by TMA, which had another name before Triton 3.8."""
     tma = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper").tma

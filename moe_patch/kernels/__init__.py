@@ -10,11 +10,12 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from .. import versions
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -29,22 +30,21 @@ def why_not(device_type: str) -> str | None:
     """None when the kernels run on this kind of device, else the reason in one sentence."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (it is for Linux only), so the fused kernels cannot run"
-    if device_type == "cuda":
-        return None
+    reason = versions.why_too_old()
+    if reason or device_type == "cuda":
+        return reason
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return _why_not_interpreted(metadata.version("triton"), metadata.version("numpy"))
+        return _why_not_interpreted(versions.installed("triton"), versions.installed("numpy"))
     return f"the fused kernels need a GPU that Triton knows, and the tensors are on {device_type}"
 
 
-def _why_not_interpreted(triton: str, numpy: str) -> str | None:
+def _why_not_interpreted(triton: str | None, numpy: str | None) -> str | None:
     """The interpreter of Triton 3.6 fails on loop bounds with numpy 2.4; that of 3.9 does not."""
-    if _release(triton) < (3, 9) and _release(numpy) >= (2, 4):
+    if not triton or not numpy:
+        return None
+    if versions.release(triton) < (3, 9) and versions.release(numpy) >= (2, 4):
         return f"the interpreter of Triton {triton} needs numpy below 2.4, and {numpy} is installed"
     return None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def require(device: torch.device) -> None:
