@@ -60,7 +60,7 @@ ARROWS = {
     "starting": set(),
     "notices": set(),
     "versions": {"notices"},
-    "compat": {"notices"},
+    "compat": {"notices", "versions"},
     "switch": set(),
     "output": set(),
     "shapes": set(),
