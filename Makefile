@@ -21,11 +21,16 @@ CONSTRAIN    := -e 's/^transformers==.*/transformers==$(TRANSFORMERS)/' $(if $(P
 # where mypy finds models/ as it is installed, inside the package
 TYPED        := build/typed
 
-.PHONY: help parity test bench lint format venv clean
+# the newest Triton that is tested; `make test-next` puts it before the environment's own
+NEXT         ?= 3.9.0
+KERNELS      := tests/kernels tests/ops tests/formats
+
+.PHONY: help parity test test-next bench lint format venv clean
 
 help:
 	@echo 'make parity   prove on small Qwen3-MoE and Llama4 models that patched equals unpatched'
 	@echo 'make test     the test suite; without a GPU the kernels run in Triton'\''s interpreter'
+	@echo 'make test-next   the kernels'\'' tests with Triton $(NEXT) and the newest numpy in $(VENV)'
 	@echo 'make bench    speed against Hugging Face'\''s own implementations (needs a GPU)'
 	@echo 'make lint     ruff, check and format, and mypy;   make format   apply ruff'
 	@echo 'make venv     only make $(VENV) and install into it; the others do so when they need to'
@@ -44,6 +49,10 @@ parity: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(RUN) -m pytest -n $(JOBS) $(ARGS)
+
+test-next: $(VENV)/installed $(VENV)/next-$(NEXT)
+	PYTHONPATH=$(abspath $(VENV)/next-$(NEXT)) TRITON_INTERPRET=1 \
+	  $(RUN) -m pytest -n $(JOBS) $(KERNELS) --deselect tests/kernels/test_aot.py $(ARGS)
 
 bench: $(VENV)/installed
 	$(RUN) -m moe_patch bench $(ARGS)
@@ -71,6 +80,12 @@ $(VENV)/installed: setup.py pyproject.toml constraints.txt
 	sed $(CONSTRAIN) constraints.txt > $(VENV)/constraints.txt
 	$(RUN) -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	@touch $@
+
+# without what they depend on: the torch there may ask for another Triton, and runs with this one
+$(VENV)/next-$(NEXT): $(VENV)/installed
+	rm -rf $@ $@.part
+	$(RUN) -m pip install --quiet --no-deps --target $@.part triton==$(NEXT) numpy
+	mv $@.part $@
 
 clean:
 	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
