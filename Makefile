@@ -5,16 +5,32 @@ ARGS         ?=
 VENV_FLAGS   ?=
 TESTED       := $(shell sed -n 's/^transformers==//p' constraints.txt)
 TRANSFORMERS ?= $(TESTED)
-VENV         ?= .venv$(if $(filter-out $(TESTED),$(TRANSFORMERS)),-$(TRANSFORMERS))
+TORCH        ?=
+TRITON       ?=
+# a set of its own has an environment of its own, as in .venv-torch2.15.0-triton3.9.0-py3.13-5.23.0
+PAIR         := $(if $(TORCH)$(TRITON),$(if $(TORCH),-torch$(TORCH))$(if $(TRITON),-triton$(TRITON))-py$(shell \
+                $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
+VENV         ?= .venv$(PAIR)$(if $(filter-out $(TESTED),$(TRANSFORMERS)),-$(TRANSFORMERS))
 RUN          := $(VENV)/bin/python
+# what such a set changes in constraints.txt: torch brings its Triton, or Triton its torch; the
+# interpreter takes the newest numpy from Triton 3.9 on
+CONSTRAIN    := -e 's/^transformers==.*/transformers==$(TRANSFORMERS)/' $(if $(PAIR), \
+                -e 's/^torch>=.*/torch$(if $(TORCH),==$(TORCH),>=2.11)/' \
+                -e 's/^triton==.*/triton$(if $(TRITON),==$(TRITON),>=3.6)/' \
+                $(if $(filter-out 3.6.% 3.7.% 3.8.%,$(TRITON)),-e '/^numpy==/d'))
 # where mypy finds models/ as it is installed, inside the package
 TYPED        := build/typed
 
-.PHONY: help parity test bench lint format venv clean
+# the newest Triton that is tested; `make test-next` puts it before the environment's own
+NEXT         ?= 3.9.0
+KERNELS      := tests/kernels tests/ops tests/formats
+
+.PHONY: help parity test test-next bench lint format venv clean
 
 help:
 	@echo 'make parity   prove on small Qwen3-MoE and Llama4 models that patched equals unpatched'
 	@echo 'make test     the test suite; without a GPU the kernels run in Triton'\''s interpreter'
+	@echo 'make test-next   the kernels'\'' tests with Triton $(NEXT) and the newest numpy in $(VENV)'
 	@echo 'make bench    speed against Hugging Face'\''s own implementations (needs a GPU)'
 	@echo 'make lint     ruff, check and format, and mypy;   make format   apply ruff'
 	@echo 'make venv     only make $(VENV) and install into it; the others do so when they need to'
@@ -24,6 +40,7 @@ help:
 	@echo '  ARGS=...              passed on to pytest, parity or bench (ARGS="--help" lists theirs)'
 	@echo '  JOBS=$(JOBS)                test processes'
 	@echo '  TRANSFORMERS=$(TRANSFORMERS)   the version to install, in an environment of its own'
+	@echo '  TORCH=2.15.0 TRITON=3.9.0   other versions of these, in an environment of their own'
 	@echo '  PYTHON=$(PYTHON)        the Python that makes the environment'
 	@echo '  VENV_FLAGS=--system-site-packages   use the torch that PYTHON already has'
 
@@ -32,6 +49,10 @@ parity: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(RUN) -m pytest -n $(JOBS) $(ARGS)
+
+test-next: $(VENV)/installed $(VENV)/next-$(NEXT)
+	PYTHONPATH=$(abspath $(VENV)/next-$(NEXT)) TRITON_INTERPRET=1 \
+	  $(RUN) -m pytest -n $(JOBS) $(KERNELS) --deselect tests/kernels/test_aot.py $(ARGS)
 
 bench: $(VENV)/installed
 	$(RUN) -m moe_patch bench $(ARGS)
@@ -56,9 +77,15 @@ $(VENV)/installed: setup.py pyproject.toml constraints.txt
 	  $(PYTHON) -m venv $(VENV_FLAGS) --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(RUN) install --quiet pip; }
 	$(RUN) -m pip install --quiet --upgrade pip
-	sed 's/^transformers==.*/transformers==$(TRANSFORMERS)/' constraints.txt > $(VENV)/constraints.txt
+	sed $(CONSTRAIN) constraints.txt > $(VENV)/constraints.txt
 	$(RUN) -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	@touch $@
+
+# without what they depend on: the torch there may ask for another Triton, and runs with this one
+$(VENV)/next-$(NEXT): $(VENV)/installed
+	rm -rf $@ $@.part
+	$(RUN) -m pip install --quiet --no-deps --target $@.part triton==$(NEXT) numpy
+	mv $@.part $@
 
 clean:
 	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

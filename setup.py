@@ -16,7 +16,6 @@ TEST = [
     *LORA,
     'deepspeed>=0.19; platform_system == "Linux"',  # ZeRO-3, on two processes
     "hypothesis>=6.100",
-    "numpy<2.4",  # Triton 3.6's interpreter breaks on 2.4 and later
     "packaging>=24",
     "pytest>=8",
     "pytest-xdist>=3.6",

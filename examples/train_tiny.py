@@ -19,6 +19,7 @@ in Triton's interpreter, for about two minutes.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -47,6 +48,7 @@ from moe_patch import output
 from moe_patch.shapes import Shape, build_model
 
 FAMILIES = {"qwen3_moe": "Qwen3-MoE", "llama4": "Llama4"}
+NO_PICTURE = "no picture, for want of matplotlib: pip install matplotlib"
 TRUTH, THEIRS, OURS = "HF float32", "HF", "moe_patch"
 
 
@@ -251,7 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn()
     with Progress(*columns, console=console) as progress:
         results = [run(family, options, progress) for family in options.family]
-    plot(results, options.out)
+    picture = importlib.util.find_spec("matplotlib") is not None
+    if picture:
+        plot(results, options.out)
     if options.json:
         options.json.write_text(json.dumps({r.family: r.curves for r in results}))
     table = Table("", "", "first loss", "last quarter", "mean distance", "further", "holds")
@@ -273,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for r in results:
         same = "the same text" if r.same_text else "OTHER TEXT"
         console.print(f"{FAMILIES[r.family]} writes, unpatched {same}: {r.text!r}", markup=False)
-    console.print(f"picture: {options.out}")
+    console.print(f"picture: {options.out}" if picture else NO_PICTURE)
     return 0 if all(r.holds(options.bound) for r in results) else 1
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from .notices import warn_once
+from .versions import tested
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _and(*found: Any) -> bool:
 
 # torch: what kernels cannot be part of
 
-TORCH = "torch 2.11 to 2.13"
+TORCH = tested("torch")
 
 _in_transform = _now(
     "torch._C:_are_functorch_transforms_active",
@@ -472,7 +473,7 @@ ORIG_MOD = _word(
 
 # transformers: experts under @use_experts_implementation
 
-TRANSFORMERS = "transformers 5.17 to 5.23"
+TRANSFORMERS = tested("transformers")
 _MOE = "transformers.integrations.moe"
 _UNFUSED = "no experts under @use_experts_implementation are fused"
 
@@ -652,8 +653,7 @@ def swapped(wrapper: Any) -> bool:
 
 # Triton: its interpreter, launches without its argument binder, descriptors, Gluon
 
-TRITON = "Triton 3.6"
-TRITONS = "Triton 3.6 to 3.9"
+TRITON = tested("triton")
 
 
 def _on_nvidia() -> bool:
@@ -677,7 +677,7 @@ def interpreted() -> bool:
 _REPEATED = "its interpreter repeats work that could be done once, and takes three times as long"
 _INTERPRETER = "triton.runtime.interpreter"
 INTERPRETER = {
-    name: _name(path, why, TRITONS, _REPEATED, needed=interpreted)
+    name: _name(path, why, TRITON, _REPEATED, needed=interpreted)
     for name, path, why in (
         (
             "patch",
@@ -703,7 +703,7 @@ MASKED = {
     _name(
         f"{_INTERPRETER}:InterpreterBuilder.{name}",
         "In 3.9 a mask made of comparisons of scalars is an integer, which these refuse.",
-        TRITONS,
+        TRITON,
         "the interpreter may refuse a kernel's mask",
         needed=interpreted,
     ): at
@@ -714,7 +714,7 @@ MASKED = {
 _LAUNCHER = "kernels start through Triton's own launcher, which takes longer for each"
 _NVIDIA = "triton.backends.nvidia.driver"
 _LAUNCH = [
-    _name(path, why, TRITONS, _LAUNCHER, needed=_on_nvidia)
+    _name(path, why, TRITON, _LAUNCHER, needed=_on_nvidia)
     for path, why in (
         (
             "triton:knobs.runtime.launch_enter_hook.calls",
@@ -745,7 +745,7 @@ _LAUNCH = [
 _CALL = _name(
     f"{_NVIDIA}:CudaLauncher.__call__",
     "Its code says which arguments the C function takes, and in which order.",
-    TRITONS,
+    TRITON,
     _LAUNCHER,
     needed=_on_nvidia,
 )
@@ -784,7 +784,7 @@ def _why_not_direct() -> str | None:
     reason = _first_lost([*_LAUNCH, _CALL])
     if reason is None and not _convention():
         reason = (
-            f"Triton {_version('triton')} calls its launcher in another way than {TRITONS}, so "
+            f"Triton {_version('triton')} calls its launcher in another way than {TRITON}, so "
             f"{_LAUNCHER}"
         )
     return reason
@@ -843,7 +843,7 @@ def binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> Binary | None:
         return _binary(kernel, compiled, args)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         found = f"{type(error).__name__}: {error}"
-        warn_once(f"moe_patch: Triton's launcher is not as in {TRITONS} ({found}), so {_LAUNCHER}.")
+        warn_once(f"moe_patch: Triton's launcher is not as in {TRITON} ({found}), so {_LAUNCHER}.")
         return None
 
 
@@ -898,7 +898,7 @@ def has_tensor_descriptor() -> bool:
 
 _FP8 = "FP8 products on Hopper run in Triton, which is slower than in Gluon"
 _GLUON = [
-    _name(path, why, TRITONS, _FP8, needed=_on_nvidia)
+    _name(path, why, TRITON, _FP8, needed=_on_nvidia)
     for path, why in (
         ("triton.experimental.gluon:jit", "The FP8 GEMM of Hopper is written in Gluon."),
         ("triton.experimental.gluon.language:NVMMASharedLayout", "Its tiles' layout."),
@@ -911,6 +911,15 @@ _GLUON = [
         ("triton.experimental.gluon.language.nvidia.hopper:tma", "How its tiles travel."),
     )
 ]
+
+
+def fast_paths() -> dict[str, str | None]:
+    """What a card of NVIDIA can have -> None, or why this Triton has it not. Asks for no card."""
+    return {
+        "direct launches": _why_not_direct(),
+        "TMA descriptors": _first_lost([_DESCRIPTOR]),
+        "FP8 in Gluon": _why_not_gluon(),
+    }
 
 
 def gluon_load() -> Any:
@@ -932,5 +941,5 @@ def has_gluon() -> bool:
 def _why_not_gluon() -> str | None:
     version, reason = _version("triton"), _first_lost(_GLUON)
     if version.split(".")[:2] not in (["3", minor] for minor in "6789"):  # Gluon is experimental
-        reason = f"Triton {version} is not {TRITONS}, so {_FP8}"
+        reason = f"Triton {version} is not {TRITON}, so {_FP8}"
     return reason

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from . import compat, ranks
+from . import compat, ranks, versions
 from .compat import FSDP_WRAPPED, ORIG_MOD
 from .models import SWAPS
 from .models.decorated import ExpertsConfig, UndecoratedExperts, restore_default
@@ -118,6 +118,7 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
     with _patching:
         with_adapters()
         with_routers(model)
+        versions.say_untested()
         compat.say_lost(compat.loaded())
         for block in _blocks(model):
             matched = matched or block.is_known()

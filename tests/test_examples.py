@@ -67,12 +67,17 @@ def test_train_tiny_with_real_kernels(family, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_train_tiny_notices_another_curve(use, tmp_path, capsys):
+def test_train_tiny_notices_another_curve(use, tmp_path, capsys, monkeypatch):
+    """And needs no matplotlib, which `pip install .` does not bring."""
+    look = importlib.util.find_spec
+    found = {"matplotlib": lambda *_: None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *name: found.get(name[0], look)(*name))
     use(lambda *args, **on: honest(*args, **on) * 0.9)
     line = f"{SMALL} --bound 1e-4 --family qwen3_moe --out {tmp_path / 'curves.png'}"
     assert load("train_tiny").main(line.split()) == 1
     out = capsys.readouterr().out
     assert "NO" in out and "Not shown: the lines with NO" in out
+    assert "pip install matplotlib" in out and not (tmp_path / "curves.png").exists()
 
 
 def test_train_tiny_smooths_over_the_last_steps():

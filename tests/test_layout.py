@@ -23,7 +23,7 @@ FOLDERS = {"moe_patch", "models", "tests", "examples", "docs", ".ci"}
 FLOORS = tuple(
     tuple(floor.split())
     for floor in (
-        "version starting notices compat switch output shapes checkpoint usage",
+        "version starting notices versions compat switch output shapes checkpoint usage",
         "order activation precision paths",
         "formats formats.scaled",
         "reference",
@@ -59,7 +59,8 @@ ARROWS = {
     "version": set(),
     "starting": set(),
     "notices": set(),
-    "compat": {"notices"},
+    "versions": {"notices"},
+    "compat": {"notices", "versions"},
     "switch": set(),
     "output": set(),
     "shapes": set(),
@@ -71,7 +72,7 @@ ARROWS = {
     "paths": set(),
     "formats": set(),
     "reference": {"activation", "order"},
-    "kernels": {"activation", "compat", "order", "precision"},
+    "kernels": {"activation", "compat", "order", "precision", "versions"},
     "ops": {
         "activation", "compat", "formats", "kernels", "kernels.*", "order", "paths", "reference",
     },
@@ -82,7 +83,7 @@ ARROWS = {
     },
     "models": {"compat", "notices", "ops", "recognise", "switch"},
     "ranks": {"compat", "recognise", "version"},
-    "patcher": {"compat", "models", "ranks", "recognise", "switch"},
+    "patcher": {"compat", "models", "ranks", "recognise", "switch", "versions"},
     "pretrained": {"compat", "models", "notices", "patcher", "recognise"},
     "environment": {"activation", "compat", "models", "recognise"},
     "parity": {
@@ -96,8 +97,8 @@ ARROWS = {
     },
     "tune": {"activation", "bench", "kernels", "kernels.*", "order", "recognise", "shapes"},
     "commands": {
-        "bench", "checkpoint", "environment", "kernels", "models", "output", "parity", "shapes",
-        "switch", "tune", "usage",
+        "bench", "checkpoint", "compat", "environment", "kernels", "models", "output", "parity",
+        "shapes", "switch", "tune", "usage", "versions",
     },
     "__main__": {"commands", "usage", "version"},
 }  # fmt: skip
@@ -106,6 +107,7 @@ THIRD_PARTY = {
     "version": set(),
     "starting": set(),
     "notices": {"torch"},
+    "versions": set(),
     "compat": {"torch", "triton"},  # the others by name, see `Name.find`
     "switch": set(),
     "shapes": {"torch", "transformers"},

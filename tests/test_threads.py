@@ -217,7 +217,7 @@ def test_experts_that_another_thread_calls_take_nobody_s_factors(family):
 
     experts.register_forward_pre_hook(look)
     assert torch.equal(logits(model, 0), expected)
-    assert seen == [{}] and not lending._lent.entries
+    assert seen == [{}] and not lending._lent.here.entries
 
 
 def test_factors_that_nobody_takes_are_computed_by_peft(monkeypatch):

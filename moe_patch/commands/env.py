@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import environment, kernels, parity, switch
+from .. import compat, environment, kernels, parity, switch, versions
 from ..models import SWAPS
 from ..usage import Parser
 from .running import PROG, Command, switch_off
@@ -41,8 +41,12 @@ def run(_: argparse.Namespace) -> int:
         lines["driver"] = ", ".join(dict.fromkeys(answer.stdout.split())) or "unknown"
     for name in ("TRITON_INTERPRET", "MOE_PATCH"):
         lines[name] = os.environ.get(name) or "not set"
+    lines["versions"] = versions.why_too_old() or versions.why_untested() or "tested"
     gpu = kernels.why_not("cuda") or (None if torch.cuda.is_available() else "no GPU found")
     lines["kernels on a GPU"] = gpu or "run"
+    if torch.version.hip is None:
+        paths = compat.fast_paths().items()
+        lines["fast paths"] = "; ".join(f"{path}: {reason or 'on'}" for path, reason in paths)
     cpu = kernels.why_not("cpu") is None
     lines["kernels on the CPU"] = "run, interpreted" if cpu else "for tests: TRITON_INTERPRET=1"
     if not switch.ENABLED:

@@ -10,11 +10,12 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from .. import versions
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -29,11 +30,13 @@ def why_not(device: torch.device | str) -> str | None:
     """None when the kernels run on this device, else the reason in one sentence."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (it is for Linux only), so the fused kernels cannot run"
+    if reason := versions.why_too_old():
+        return reason
     device_type = torch.device(device).type
     if device_type == "cuda":
         return _why_not_card(torch.device(device))
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return _why_not_interpreted(metadata.version("triton"), metadata.version("numpy"))
+        return _why_not_interpreted(versions.installed("triton"), versions.installed("numpy"))
     return f"the fused kernels need a GPU that Triton knows, and the tensors are on {device_type}"
 
 
@@ -50,15 +53,13 @@ def _why_not_card(device: torch.device) -> str | None:
     )
 
 
-def _why_not_interpreted(triton: str, numpy: str) -> str | None:
+def _why_not_interpreted(triton: str | None, numpy: str | None) -> str | None:
     """The interpreter of Triton 3.6 fails on loop bounds with numpy 2.4; that of 3.9 does not."""
-    if _release(triton) < (3, 9) and _release(numpy) >= (2, 4):
+    if not triton or not numpy:
+        return None
+    if versions.release(triton) < (3, 9) and versions.release(numpy) >= (2, 4):
         return f"the interpreter of Triton {triton} needs numpy below 2.4, and {numpy} is installed"
     return None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def require(device: torch.device) -> None:

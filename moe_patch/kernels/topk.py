@@ -21,6 +21,12 @@ def _ordered(x):
 
 
 @triton.jit
+def _unordered(bits):
+    """The float32 that `_ordered` made the int32 of."""
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _best(key, K: tl.constexpr, KP: tl.constexpr, LEAST: tl.constexpr):
     """[BLOCK, KP]: the K largest of distinct keys [BLOCK, N], largest first, then LEAST. (tl.topk
     is twice the code, and half as slow again for many tokens of many experts.)"""
@@ -42,10 +48,13 @@ def _keep_groups(
     BLOCK: tl.constexpr = y.shape[0]
     SP: tl.constexpr = y.shape[1] // GP
     y = tl.reshape(y, (BLOCK, GP, SP))
-    score, at = tl.max(y, axis=2, return_indices=True)
+    # integers: the largest of floats depends on the compiler where there are NaNs
+    bits = _ordered(y)
+    most, at = tl.max(bits, axis=2, return_indices=True)
+    score = _unordered(most)
     if BEST == 2:
-        others = tl.where(tl.arange(0, SP)[None, None, :] == at[:, :, None], float("-inf"), y)
-        score += tl.max(others, axis=2)
+        others = tl.where(tl.arange(0, SP)[None, None, :] == at[:, :, None], -0x80000000, bits)
+        score += _unordered(tl.max(others, axis=2))
     group = tl.arange(0, GP)[None, :]
     key = (_ordered(score).to(tl.int64) << 32) | (GP - 1 - group).to(tl.int64)
     key = tl.where(group < GROUPS, key, -0x7FFFFFFFFFFFFFFF)
@@ -107,8 +116,7 @@ def topk_kernel(
         key = tl.where(real, key, -0x7FFFFFFFFFFFFFFF)
         best = _best(key, K, KP, -0x7FFFFFFFFFFFFFFF)
         chosen = EP - 1 - (best & 0xFFFFFFFF).to(tl.int32)
-        bits = (best >> 32).to(tl.int32)
-        value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        value = _unordered((best >> 32).to(tl.int32))
 
     choice = tl.arange(0, KP)[None, :]
     if BIAS or GROUPS > 1:
