@@ -25,7 +25,7 @@ LINE = re.compile(r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), sh
     [
         ("sm_86 sm_89 sm_100 sm_103 sm_121 gfx950", "middle", KERNELS - ROUTING - DECODE),
         ("sm_80 gfx942", f"{BASIC} lora", KERNELS),
-        ("sm_120", f"{BASIC} lora fp8_dsv3", KERNELS | FP8),
+        ("sm_120", "lora fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
             f"{BASIC} llama4_scout one_token gpt_oss fp8_short",
