@@ -226,7 +226,7 @@ def _gain(before: float, after: float) -> float:
 
 
 def _remarks(name: str, results: Sequence[tune.Result]) -> Iterator[str]:
-    """What a shape gains, and where fewer experts than it has were measured."""
+    """Gains of a shape, and where fewer experts than it has were measured."""
     said = [
         f"the kernels of one {which} take {_range(gains)} less time"
         for which in ("forward", "backward")

@@ -101,7 +101,7 @@ def gluon_box(
 
 @dataclass(frozen=True)
 class _Memory:
-    """What a descriptor needs of a tensor; keeps nothing alive, so that it can be kept."""
+    """Address and dtype of a tensor, for a descriptor that keeps nothing alive."""
 
     pointer: int
     dtype: torch.dtype

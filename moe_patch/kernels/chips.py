@@ -1,4 +1,4 @@
-"""What a card has that kernels choose by."""
+"""Properties of cards by which kernels choose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..compat import has_tensor_descriptor
 
 
 class Chip(NamedTuple):
-    """Of one device."""
+    """Properties of one device."""
 
     arch: str
     """sm_90, gfx942; empty where there is no card."""

@@ -29,7 +29,7 @@ class _Entries:
 
 
 class _Lent(threading.local):
-    """Those of each thread. Not kept on the module: another thread may run the same one.
+    """Entries of each thread. Not kept on the module: another thread may run the same one.
 
     An object of its own holds them: what a compiled function writes to a threading.local itself is
     lost where its graph breaks (torch 2.13 to 2.15).
