@@ -914,7 +914,7 @@ _GLUON = [
 
 
 def fast_paths() -> dict[str, str | None]:
-    """Fast paths of an NVIDIA card, each with None or why this Triton lacks it; no card is asked."""
+    """Fast paths of an NVIDIA card, each with None or why this Triton lacks it. Needs no card."""
     return {
         "direct launches": _why_not_direct(),
         "TMA descriptors": _first_lost([_DESCRIPTOR]),
