@@ -23,7 +23,7 @@ TYPED        := build/typed
 
 # the newest Triton that is tested; `make test-next` puts it before the environment's own
 NEXT         ?= 3.9.0
-KERNELS      := tests/kernels tests/ops tests/formats
+SAMPLE       := tests/kernels tests/formats tests/ops/test_any_shape.py tests/ops/test_routing.py
 
 .PHONY: help parity test test-next bench lint format venv clean
 
@@ -52,7 +52,7 @@ test: $(VENV)/installed
 
 test-next: $(VENV)/installed $(VENV)/next-$(NEXT)
 	PYTHONPATH=$(abspath $(VENV)/next-$(NEXT)) TRITON_INTERPRET=1 \
-	  $(RUN) -m pytest -n $(JOBS) $(KERNELS) --deselect tests/kernels/test_aot.py $(ARGS)
+	  $(RUN) -m pytest -n $(JOBS) $(SAMPLE) --deselect tests/kernels/test_aot.py $(ARGS)
 
 bench: $(VENV)/installed
 	$(RUN) -m moe_patch bench $(ARGS)

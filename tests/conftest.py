@@ -56,7 +56,9 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Every test draws the same random tensors, alone or in any order."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if GPUS:
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

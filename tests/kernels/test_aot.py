@@ -24,7 +24,8 @@ LINE = re.compile(r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), sh
     "chips, shapes, kernels",
     [
         ("sm_86 sm_89 sm_100 sm_103 sm_121 gfx950", "middle", KERNELS - ROUTING - DECODE),
-        ("sm_80 gfx942", f"{BASIC} lora", KERNELS),
+        ("sm_80 gfx942", BASIC, KERNELS),
+        ("sm_80", "lora", GROUPED),
         ("sm_120", "lora fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
