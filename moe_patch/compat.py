@@ -21,7 +21,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .notices import warn_once
-from .versions import tested
+from .versions import TESTED, installed, release, tested
 
 
 @dataclass(frozen=True)
@@ -124,10 +123,7 @@ def _imported(module: str) -> Any:
 
 
 def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "of this environment"
+    return installed(package) or "of this environment"
 
 
 def _words(code: CodeType) -> Iterator[str]:
@@ -940,6 +936,7 @@ def has_gluon() -> bool:
 @functools.cache
 def _why_not_gluon() -> str | None:
     version, reason = _version("triton"), _first_lost(_GLUON)
-    if version.split(".")[:2] not in (["3", minor] for minor in "6789"):  # Gluon is experimental
+    oldest, newest = TESTED["triton"]
+    if not oldest <= release(version) <= newest:  # Gluon is experimental
         reason = f"Triton {version} is not {TRITON}, so {_FP8}"
     return reason

@@ -1,4 +1,4 @@
-"""Which versions of torch, Triton and transformers the tests run with, and what others mean.
+"""Versions of torch, Triton and transformers that the tests run with, and what others mean.
 
 The kernels do not run with older ones; newer ones are used, and a sentence says that they are new.
 docs/versions.md has the table.

@@ -1,4 +1,4 @@
-"""What a run measures, in which order, how long, and with how many experts it fits the card."""
+"""Plan of a run: what it measures, in which order, how long, and with how many experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a card has, which cards are too old, and which boxes the hardware takes."""
+"""Properties of cards, cards that are too old, and boxes that the hardware takes."""
 
 from __future__ import annotations
 

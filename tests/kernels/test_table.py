@@ -133,7 +133,7 @@ def test_an_entry_fits_the_shared_memory_and_n(file, monkeypatch):
 
 
 def test_an_entry_for_fp8_weights_is_looked_up_by_its_name(file):
-    """Its blocks of the reduction divide a block of scales."""
+    """Blocks of the reduction divide a block of scales."""
     name, plain = (table.key(kernel, "bfloat16", 768, 2048, 128, 1000) for kernel in W8)
     table.add(file, "A card", "sm_90", "3.6.0", {name: [128, 32, 128, 8, 2, 8]})
     device = torch.device("cuda", 0)

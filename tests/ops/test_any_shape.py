@@ -37,7 +37,7 @@ SEEDS = 32
 
 @dataclass(frozen=True)
 class Geometry:
-    """What kernels are compiled for, besides the height of their tiles."""
+    """Sizes and options that kernels are compiled for, besides the height of their tiles."""
 
     dtype: torch.dtype
     hidden: int
@@ -129,7 +129,7 @@ def operands(found: Geometry, tokens: int, routing: str, device: torch.device) -
 
 
 def tensors(arguments: dict[str, Any]) -> list[Tensor]:
-    """Those of the arguments, the factors of low-rank updates among them."""
+    """Tensors among the arguments, with the factors of low-rank updates."""
     every = [v if isinstance(v, tuple) else (v,) for v in arguments.values()]
     return [tensor for pair in every for tensor in pair if isinstance(tensor, Tensor)]
 
