@@ -114,19 +114,23 @@ def choose(
     return _choose(kernel, bm, rows, n, k, dtype, device, low_rank)
 
 
+class Product(NamedTuple):
+    """The arguments of `choose`."""
+
+    kernel: str
+    bm: int
+    rows: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    device: torch.device
+    low_rank: bool = False
+
+
 @functools.cache
-def _choose(
-    kernel: str,
-    bm: int,
-    rows: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    low_rank: bool,
-) -> Tile:
-    tile = None if INTERPRET else measured(kernel, bm, rows, n, k, dtype, device)
-    return tile or heuristic(kernel, bm, rows, n, k, dtype, device, low_rank)
+def _choose(*product: Any) -> Tile:
+    found = Product(*product)
+    return (None if INTERPRET else measured(found)) or heuristic(found)
 
 
 def forget() -> None:
@@ -135,10 +139,9 @@ def forget() -> None:
         cached.cache_clear()
 
 
-def measured(
-    kernel: str, bm: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
-) -> Tile | None:
-    """The tables' entry that fits the device's shared memory, for the arguments of `choose`."""
+def measured(product: Product) -> Tile | None:
+    """The tables' entry that fits the device's shared memory."""
+    kernel, bm, rows, n, k, dtype, device, _ = product
     found = chips.chip(device)
     name, arch = chips.name(device), found.arch
     key = table.key(kernel, str(dtype).removeprefix("torch."), n, k, bm, rows)
@@ -165,17 +168,9 @@ def _in_little_memory(kernel: str, bm: int, rows: int) -> Tile:
     return Tile(bm, 64, 64, 8, 3) if kernel == "gate_up" else Tile(bm, 64, 64, 4, 4)
 
 
-def heuristic(
-    kernel: str,
-    bm: int,
-    rows: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    low_rank: bool = False,
-) -> Tile:
-    """What `choose` answers where nothing was measured."""
+def heuristic(product: Product) -> Tile:
+    """The tile where nothing was measured."""
+    kernel, bm, rows, n, _, dtype, device, low_rank = product
     chip = chips.chip(device)
     if INTERPRET:
         return Tile(bm, 32, 32, 4, 1)

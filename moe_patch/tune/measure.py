@@ -201,8 +201,8 @@ def measure(
     from ..kernels import chips, tiles
 
     device = full.x.device
-    arguments = (entry.kernel, entry.height, entry.rows, entry.n, entry.k, dtype, device)
-    before, start = tiles.choose(*arguments), tiles.heuristic(*arguments)
+    product = tiles.Product(entry.kernel, entry.height, entry.rows, entry.n, entry.k, dtype, device)
+    before, start = tiles.choose(*product), tiles.heuristic(product)
     shared = chips.chip(device).shared
     tried = [before, *candidates(entry.kernel, start, entry.n, entry.k, dtype, shared)]
     begin = time.monotonic()

@@ -108,7 +108,9 @@ def test_every_tile_fits_the_chip(monkeypatch, rows, shared, dtype):
     monkeypatch.setattr(chips, "chip", lambda device: chips.nvidia(90, shared))
     height = tiles.block_m(rows * 128, 128, dtype)
     for kernel in ("gate_up", "gemm", "dgate", "dw", "dw_gathered"):
-        tile = tiles.heuristic(kernel, height, rows, 768, 2048, dtype, torch.device("cuda"))
+        tile = tiles.heuristic(
+            tiles.Product(kernel, height, rows, 768, 2048, dtype, torch.device("cuda"))
+        )
         columns = tile.bn * (2 if kernel == "gate_up" else 1)
         depth = tile.stages - (2 if kernel == "dw_gathered" else 0)
         assert max(depth, 1) * (tile.bm + columns) * tile.bk * dtype.itemsize <= shared - 4096

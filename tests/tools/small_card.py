@@ -114,10 +114,11 @@ def sweep(path: str, names: list[str], tokens: list[int]) -> None:
         print(name, count, len(lines), flush=True)
 
 
-def one_tile(kernel, bm, rows, n, k, dtype, device):
+def one_tile(product):
     """What every kernel had before there was a rule for such cards."""
-    bm = 64 if kernel.startswith("dw") else bm
-    return tiles.fit(kernel, Tile(bm, 64, 32, 4, 3), n, dtype.itemsize, SHARED)
+    bm = 64 if product.kernel.startswith("dw") else product.bm
+    size = product.dtype.itemsize
+    return tiles.fit(product.kernel, Tile(bm, 64, 32, 4, 3), product.n, size, SHARED)
 
 
 def compare(names: list[str], tokens: list[int]) -> None:

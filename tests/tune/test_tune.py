@@ -113,7 +113,7 @@ def test_a_part_looks_up_the_tile_under_its_key(interpreted, monkeypatch, name, 
 
     def ask(kernel, bm, rows, n, k, dtype, device, low_rank):
         asked.append(table.key(kernel, "float32", n, k, bm, rows))
-        return tiles.heuristic(kernel, bm, rows, n, k, dtype, device)
+        return tiles.heuristic(tiles.Product(kernel, bm, rows, n, k, dtype, device))
 
     monkeypatch.setattr(tiles, "_choose", ask)
     entry = entry_of(part, block, 24)
@@ -166,7 +166,10 @@ def test_a_tile_that_computes_otherwise_or_starts_not_is_out(interpreted, monkey
 
 
 def test_a_tile_in_use_that_does_not_start_is_replaced(capsys, interpreted, monkeypatch):
-    real, chosen = measure.run, tiles.heuristic("gemm", 16, 4, 64, 48, torch.float32, CPU)
+    real, chosen = (
+        measure.run,
+        tiles.heuristic(tiles.Product("gemm", 16, 4, 64, 48, torch.float32, CPU)),
+    )
 
     def refuses(entry, operands):
         if tiles.choose("gemm", 16, 4, 64, 48, torch.float32, CPU) == chosen:
@@ -442,7 +445,9 @@ def test_candidates_are_few_and_fit(monkeypatch, shared, dtype, bm):
     for kernel in (*plan.KERNELS, "gate_up_w8", "gemm_w8", "dgate_w8"):
         scaled = kernel.endswith("_w8")
         for n in (48, 768):
-            start = tiles.heuristic(kernel, bm, 64, n, 2048, dtype, torch.device("cuda"))
+            start = tiles.heuristic(
+                tiles.Product(kernel, bm, 64, n, 2048, dtype, torch.device("cuda"))
+            )
             found = measure.candidates(kernel, start, n, 2048, dtype, shared)
             assert found[0] == start and len(set(found)) == len(found) <= 24
             assert n < 768 or len(found) >= 4, kernel
@@ -491,7 +496,7 @@ def test_the_library_uses_what_was_measured(tmp_path, monkeypatch, shape, fp8):
     for entry, found, *_ in (vars(result).values() for result in results):
         assert 0 < found.after_ms <= found.before_ms and found.compile_s > 0
         arguments = (entry.kernel, entry.height, entry.rows, entry.n, entry.k, dtype, device)
-        assert tiles.measured(*arguments) == found.after == tiles.choose(*arguments)
+        assert tiles.measured(tiles.Product(*arguments)) == found.after == tiles.choose(*arguments)
     assert tune.open_file(None, device)[1] == {entry.key for entry in todo}
     monkeypatch.undo()
     tiles.forget()
