@@ -401,6 +401,12 @@ def module_state(module: nn.Module) -> tuple[Any, ...]:
     return state
 
 
+def bind_thread() -> None:
+    """Give the calling thread the current device's context, as most of torch's calls do."""
+    if torch.cuda.is_available():
+        torch.cuda.mem_get_info()
+
+
 cuda_device: Callable[[], int] = (
     _now(
         "torch._C:_cuda_getDevice",

@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from ops import moe
 from tiny import assert_close, tiny_block
 from torch import nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf_deepseek
 
 import moe_patch
+from moe_patch.ops.experts import fused_experts
 from moe_patch.recognise import original
 
 pytestmark = [
@@ -184,3 +186,15 @@ def test_a_graph_is_captured_while_another_thread_runs(family, device):
         assert all(map(torch.equal, result, expected[0]))
     for one in results:
         assert all(map(torch.equal, one, expected[1]))
+
+
+def test_a_kernel_may_be_the_first_thing_in_a_thread(device):
+    """Loaded by another thread, at an address whose descriptor is not known yet."""
+    given = moe(device, torch.bfloat16, 40, 128, 64, 8, 2, grad=False)
+    expected = fused_experts(**given)
+    again = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    room = [torch.empty_like(expected) for _ in range(4)]
+    torch.cuda.synchronize()
+    del room  # so that no call in the thread asks CUDA for memory
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(lambda: fused_experts(**again)).result(), expected)

@@ -9,6 +9,7 @@ unaligned pointers always take Triton's own way.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,15 @@ from .. import compat
 from ..compat import cuda_device, cuda_stream, encoded
 
 DIRECT: bool = compat.starts_directly()
+
+
+class _Thread(threading.local):
+    ready = False
+    """Whether CUDA knows the thread: without its context no descriptor is made, and in a new thread
+    a kernel of ours may be the first that happens on the GPU."""
+
+
+_THREAD = _Thread()
 
 
 class Launch:
@@ -38,6 +48,9 @@ class Launch:
 
         `args` are tensors, descriptors, None and non-negative counts marked do_not_specialize.
         """
+        if not _THREAD.ready:
+            compat.bind_thread()
+            _THREAD.ready = True
         if not DIRECT:
             self.kernel[grid](*args, **self.constants)
             return
