@@ -110,9 +110,10 @@ def _group(
     full, small = measuring.operands(*size, dtype, device, first.backward)
     for entry in list(todo):
         say(f"{label}: {entry.kernel} {entry.n} x {entry.k}")
-        found = measuring.measure(entry, full, small, dtype, limit)
-        if found is None:
-            yield Result(entry, note="skipped: no tile starts on this card")
+        try:
+            found = measuring.measure(entry, full, small, dtype, limit)
+        except measuring.NoTile as error:
+            yield Result(entry, note=f"skipped: no tile starts on this card ({error})")
             continue
         _save(path, device, {entry.key: [*vars(found.after).values()]})
         yield Result(entry, found, size[0].experts)

@@ -28,6 +28,10 @@ GAIN = 0.98
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 
 
+class NoTile(Exception):
+    """No tile of an entry starts on this card; the message says why the first one does not."""
+
+
 class Measured(NamedTuple):
     """The tile that the library uses now and the one it is to use, with their milliseconds.
 
@@ -196,8 +200,8 @@ def right(ours: Tensor, reference: Tensor) -> bool:
 
 def measure(
     entry: Entry, full: Operands, small: Operands, dtype: torch.dtype, limit: Limit
-) -> Measured | None:
-    """Measure one entry; None when no tile starts. Raises TimeUp at the limit."""
+) -> Measured:
+    """Measure one entry. Raises NoTile, and TimeUp at the limit."""
     from ..kernels import chips, tiles
 
     device = full.x.device
@@ -206,37 +210,41 @@ def measure(
     shared = chips.chip(device).shared
     tried = [before, *candidates(entry.kernel, start, entry.n, entry.k, dtype, shared)]
     begin = time.monotonic()
-    tried = compiled(entry, list(dict.fromkeys(tried)), small, limit)
+    found = compiled(entry, list(dict.fromkeys(tried)), small, limit)
     compile_s = time.monotonic() - begin
+    tried = [tile for tile, why_not in found.items() if not why_not]
     if not tried:
-        return None
+        raise NoTile(found[before])
     begin = time.monotonic()
     after, ms = fastest(entry, tried, before, full, limit)
     took = time.monotonic() - begin
     return Measured(before, ms.get(before, math.inf), after, ms[after], compile_s, took)
 
 
-def compiled(entry: Entry, tried: list[Tile], small: Operands, limit: Limit) -> list[Tile]:
-    """Return the tiles that compile and start.
+def compiled(
+    entry: Entry, tried: list[Tile], small: Operands, limit: Limit
+) -> dict[Tile, str]:
+    """Compile and start each tile: "", or one line that says why it does not start.
 
     In threads: Triton's compiler and ptxas leave Python's lock alone most of the time.
     """
     from ..kernels import on_device, tiles
 
-    def starts(tile: Tile) -> bool:
+    def why_not(tile: Tile) -> str:
         limit.check()
         try:
             with on_device(small.x.device), tiles.forced(entry.kernel, tile):
                 run(entry, small)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # too many resources, or a compiler that gives up: not a candidate
-            return False
-        return True
+        except Exception as error:  # too many resources, or a compiler that gives up
+            lines = str(error).strip().splitlines()
+            return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        return ""
 
     pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 16))
     try:
-        return [tile for tile, ok in zip(tried, pool.map(starts, tried)) if ok]
+        return dict(zip(tried, pool.map(why_not, tried)))
     finally:
         pool.shutdown(cancel_futures=True)
 
