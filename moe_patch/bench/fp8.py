@@ -65,7 +65,7 @@ def rows(shape: str, tokens: tuple[int, ...]) -> Iterator[_Row]:
         yield _contiguous(*sizes)
     for sizes in MASKED:
         for count in MASKED_ROWS:
-            yield _masked(*sizes, count)
+            yield masked(*sizes, count)
     for count in LAYER_TOKENS:
         yield _layer(count)
 
@@ -200,7 +200,8 @@ def _contiguous(groups: int, m: int, n: int, k: int) -> _Row:
     return _Row(name, calls, 2.0 * groups * m * n * k, groups * n * k, judge)
 
 
-def _masked(groups: int, m_max: int, n: int, k: int, count: int) -> _Row:
+def masked(groups: int, m_max: int, n: int, k: int, count: int) -> _Row:
+    """Of `count` rows of m_max in each group."""
     rhs, rhs_scale = weights(groups, n, k, seed=1)
     draw = torch.Generator("cuda").manual_seed(2)
     lhs, lhs_scale = fp8.quantize(

@@ -5,7 +5,7 @@
 
 Each of the two arguments is a PYTHONPATH; each runs in a process of its own, and one at a time.
 ROUNDS (5) rounds, each a `do_bench` median of both, the first of a round alternating. `ratio` is
-the median of the rounds' ratios. A newer Triton may need TRITON_PTXAS_PATH.
+the median of the rounds' ratios. ONLY keeps the rows that begin with it, as "fp8". A newer Triton may need TRITON_PTXAS_PATH.
 """
 
 from __future__ import annotations
@@ -31,8 +31,22 @@ ROWS = [
     )
     for tokens in counts
     for mode in modes
+] + [
+    (f"fp8 {n}x{k}", rows, "masked")
+    for n, k in ((4096, 7168), (7168, 2048))
+    for rows in (64, 128, 192, 256)
 ]
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
+ROWS = [row for row in ROWS if row[0].startswith(os.environ.get("ONLY", ""))]
+
+
+def masked(shape, rows):
+    """A call of the FP8 product of 4 groups with so many rows of 256 each."""
+    from moe_patch.bench import fp8
+
+    n, k = map(int, shape.removeprefix("fp8 ").split("x"))
+    (call,) = fp8.masked(4, 256, n, k, rows).calls.values()
+    return call
 
 
 def prepared(block, shape, tokens, mode):
@@ -76,7 +90,7 @@ def serve() -> None:
     now, block, call = None, None, None
     for line in sys.stdin:
         row = shape, tokens, mode = json.loads(line)
-        if now is None or now[0] != shape:
+        if mode != "masked" and (now is None or now[0] != shape):
             block = call = None
             torch.cuda.empty_cache()
             block = build(shape, dtype=torch.bfloat16, device="cuda")
@@ -84,7 +98,10 @@ def serve() -> None:
         if now != row:
             call = None
             torch.cuda.empty_cache()
-            call = prepared(block, shape, tokens, mode)
+            if mode == "masked":
+                call = masked(shape, tokens)
+            else:
+                call = prepared(block, shape, tokens, mode)
             now = row
         print(do_bench(call, warmup=15, rep=60, return_mode="median"), flush=True)
 
