@@ -39,13 +39,11 @@ def fp8_gemm_kernel(
     NUM_K: tl.constexpr = (K + 127) // 128
     NUM_S: tl.constexpr = (N + 127) // 128
     pid = tl.program_id(0)
-    tiles = 0
     if M_MAX == 0:
-        tiles = tl.load(num_tiles)
-        if pid >= tiles * NUM_N:
+        if pid >= tl.load(num_tiles) * NUM_N:
             return
     expert, first, end, column = place(
-        pid, tiles, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M
+        pid, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M
     )
     if first >= end:
         return

@@ -17,11 +17,11 @@ from .tiles import (
     Update,
     choose,
     dot_precision,
-    find_tile,
     launches,
     load_rows,
     low_rank_in,
     low_rank_out,
+    place,
 )
 from .weights import Weight, readable, weight_dot, weight_operand
 
@@ -39,15 +39,14 @@ def grouped_gemm_kernel(
     BN: tl.constexpr = TILE.bn
     BK: tl.constexpr = TILE.bk
     pid = tl.program_id(0)
-    tiles = tl.load(num_tiles)
     NUM_N: tl.constexpr = (N + BN - 1) // BN
-    if pid >= tiles * NUM_N:
+    if pid >= tl.load(num_tiles) * NUM_N:
         return
-    tile, column = find_tile(pid, tiles, NUM_N, TILE.group_m)
-    expert = tl.load(tile_expert + tile)
-    first = tl.load(tile_row + tile)
+    expert, first, end, column = place(
+        pid, tile_expert, tile_row, expert_offsets, NUM_N, 0, BM, TILE.group_m
+    )
     rows = first + tl.arange(0, BM)
-    mask = rows < tl.load(expert_offsets + expert + 1)
+    mask = rows < end
     if GATHER > 0 or SCATTER:
         slot = tl.load(row_to_slot + rows, mask=mask, other=0)
     if not X_TMA:

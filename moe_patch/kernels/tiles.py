@@ -292,22 +292,17 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 @triton.jit
-def find_tile(pid, num_tiles, num_n, GROUP_M: tl.constexpr):
-    """(row tile, column tile) of a program: GROUP_M row tiles walk the columns together."""
-    group = pid // (GROUP_M * num_n)
-    first = group * GROUP_M
-    height = min(num_tiles - first, GROUP_M)
-    local = pid % (GROUP_M * num_n)
-    return first + local % height, local // height
-
-
-@triton.jit
 def place(
-    at, tiles, tile_expert, tile_row, ends,
+    at, tile_expert, tile_row, ends,
     NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """(expert, first row, the row after its last, column tile) of a tile; M_MAX > 0: masked, with
-    expert e's rows from e * M_MAX on and their count in `ends`, clamped to it."""
+    """(expert, first row, the row after its last, column tile) of a program.
+
+    Programs of one expert stand together: about GROUP_M of its row tiles walk the columns side by
+    side, so that a weight comes from memory once. Low tiles are one or two an expert and need no
+    groups. M_MAX > 0: masked, with expert e's rows from e * M_MAX on and their count in `ends`,
+    clamped to it; else rows are listed, and `ends` are an order's expert_offsets.
+    """
     if M_MAX > 0:
         NUM_M: tl.constexpr = (M_MAX + BM - 1) // BM
         expert = at // (NUM_M * NUM_N)
@@ -316,10 +311,23 @@ def place(
         end = expert * M_MAX + tl.minimum(tl.load(ends + expert), M_MAX)
         column = local // NUM_M
     else:
-        tile, column = find_tile(at, tiles, NUM_N, GROUP_M)
-        expert = tl.load(tile_expert + tile)
-        first = tl.load(tile_row + tile)
+        listed = at // NUM_N  # a tile of the expert: each has NUM_N programs
+        expert = tl.load(tile_expert + listed)
+        row = tl.load(tile_row + listed)
         end = tl.load(ends + expert + 1)
+        if BM < 64:
+            first, column = row, at % NUM_N
+        else:
+            begin = tl.load(ends + expert)
+            tiles = (end - begin + BM - 1) // BM
+            groups = tl.maximum((tiles + GROUP_M // 2) // GROUP_M, 1)
+            height = (tiles + groups - 1) // groups
+            local = at - (listed - (row - begin) // BM) * NUM_N
+            above = local // (height * NUM_N) * height
+            local = local % (height * NUM_N)
+            height = tl.minimum(height, tiles - above)
+            first = begin + (above + local % height) * BM
+            column = local // height
     return expert, first, end, column
 
 

@@ -53,13 +53,12 @@ class Rings(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Which rows there are, as `place` reads them; tiles in all, and of the rows alone."""
+    """Which rows there are, as `place` reads them, and tiles in all."""
 
     ends: Any
     tile_expert: Any
     tile_row: Any
     total: Any
-    row_tiles: Any
 
 
 def plan(n: int, k: int, m_max: int, activate: bool, group_m: int, stages: int) -> Plan:
@@ -72,7 +71,7 @@ def plan(n: int, k: int, m_max: int, activate: bool, group_m: int, stages: int) 
 @gluon.jit
 def _place(at, schedule, PLAN: gl.constexpr):
     return place(
-        at, schedule.row_tiles, schedule.tile_expert, schedule.tile_row, schedule.ends,
+        at, schedule.tile_expert, schedule.tile_row, schedule.ends,
         PLAN.num_n, PLAN.m_max, BLOCK, PLAN.group_m,
     )  # fmt: skip
 
@@ -205,11 +204,9 @@ def fp8_hopper_kernel(
     product is stored as it is."""
     STAGES: gl.constexpr = PLAN.stages
     if PLAN.m_max > 0:
-        row_tiles = 0
         total = groups * ((PLAN.m_max + BLOCK - 1) // BLOCK) * PLAN.num_n
     else:
-        row_tiles = gl.load(num_tiles)
-        total = row_tiles * PLAN.num_n
+        total = gl.load(num_tiles) * PLAN.num_n
     x_ring = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 64, BLOCK], x.layout)
     w_ring = gl.allocate_shared_memory(w.dtype, [2 * STAGES, BLOCK, BLOCK], w.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -218,7 +215,7 @@ def fp8_hopper_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     rings = Rings(x_ring, w_ring, ready, empty)
-    schedule = Schedule(ends, tile_expert, tile_row, total, row_tiles)
+    schedule = Schedule(ends, tile_expert, tile_row, total)
     gl.warp_specialize(
         [
             (_consume, (
