@@ -898,19 +898,25 @@ def has_tensor_descriptor() -> bool:
     return tensor_descriptor() is not None
 
 
-_FP8 = "FP8 products on Hopper run in Triton, which is slower than in Gluon"
+_SLOWER = "on Hopper some products run in Triton, which is slower than in Gluon"
 _GLUON = [
-    _name(path, why, TRITON, _FP8, needed=_on_nvidia)
+    _name(path, why, TRITON, _SLOWER, needed=_on_nvidia)
     for path, why in (
-        ("triton.experimental.gluon:jit", "The FP8 GEMM of Hopper is written in Gluon."),
-        ("triton.experimental.gluon.language:NVMMASharedLayout", "Its tiles' layout."),
+        ("triton.experimental.gluon:jit", "Kernels for Hopper are written in Gluon."),
+        ("triton.experimental.gluon:constexpr_function", "What computes their layouts."),
+        ("triton.experimental.gluon.language:NVMMASharedLayout", "Their tiles' layout."),
         (
             "triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
-            "Its descriptors, which have a layout.",
+            "Their descriptors, which have a layout.",
         ),
-        ("triton.experimental.gluon.language.nvidia.hopper:warpgroup_mma", "Its products."),
-        ("triton.experimental.gluon.language.nvidia.hopper:mbarrier", "How its warps wait."),
-        ("triton.experimental.gluon.language.nvidia.hopper:tma", "How its tiles travel."),
+        ("triton.experimental.gluon.language.nvidia.hopper:warpgroup_mma", "Their products."),
+        ("triton.experimental.gluon.language.nvidia.hopper:mbarrier", "How their warps wait."),
+        (
+            "triton.experimental.gluon.language.nvidia.hopper:fence_async_shared",
+            "Lets products read what threads copied.",
+        ),
+        ("triton.experimental.gluon.language.nvidia.hopper:tma", "How tiles travel."),
+        ("triton.experimental.gluon.language.nvidia.ampere:async_copy", "How rows are gathered."),
     )
 ]
 
@@ -920,7 +926,7 @@ def fast_paths() -> dict[str, str | None]:
     return {
         "direct launches": _why_not_direct(),
         "TMA descriptors": _first_lost([_DESCRIPTOR]),
-        "FP8 in Gluon": _why_not_gluon(),
+        "kernels in Gluon": _why_not_gluon(),
     }
 
 
@@ -928,6 +934,12 @@ def gluon_load() -> Any:
     """Gluon's function that brings a tile by TMA, which had another name before Triton 3.8."""
     tma = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper").tma
     return getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+def gluon_copy() -> Any:
+    """Gluon's function that copies by pointers (cp.async), with another name before Triton 3.8."""
+    copies = importlib.import_module("triton.experimental.gluon.language.nvidia.ampere").async_copy
+    return getattr(copies, "async_load", None) or copies.async_copy_global_to_shared
 
 
 @torch.compiler.assume_constant_result
@@ -944,5 +956,5 @@ def _why_not_gluon() -> str | None:
     version, reason = _version("triton"), _first_lost(_GLUON)
     oldest, newest = TESTED["triton"]
     if not oldest <= release(version) <= newest:  # Gluon is experimental
-        reason = f"Triton {version} is not {TRITON}, so {_FP8}"
+        reason = f"Triton {version} is not {TRITON}, so {_SLOWER}"
     return reason

@@ -30,8 +30,9 @@ FLOORS = tuple(
         """kernels kernels.chips kernels.boxes kernels.launch kernels.interpreter kernels.table
         kernels.activate kernels.tiles kernels.weights kernels.topk kernels.sort_tokens
         kernels.groups kernels.combine kernels.quantize kernels.dequantize kernels.gate_up
-        kernels.grouped_gemm kernels.dgate kernels.dw kernels.decode kernels.hopper
-        kernels.hopper.fp8 kernels.fp8_gemm kernels.ways""",
+        kernels.dgate kernels.decode kernels.hopper kernels.hopper.ring kernels.hopper.gemm
+        kernels.hopper.dw kernels.hopper.fp8 kernels.grouped_gemm kernels.dw kernels.fp8_gemm
+        kernels.ways""",
         """ops.operands ops.differentiable ops.accumulate ops.low_rank ops.routing ops.grouped
         ops.checks ops.fp8 ops.forward ops.backward ops.experts ops""",
         "fp8",
@@ -308,6 +309,9 @@ def test_public_names_have_docstrings(name):
 @pytest.mark.parametrize("name", [name for name in SOURCES if room(name) == "kernels"])
 def test_kernels_use_no_atomics(name):
     found = [f"{f} in line {line}" for f, line in calls(name) if f.startswith("atomic_")]
+    if name == "kernels.hopper.gemm":  # which program computes a tile changes no bit of it
+        assert len(found) == 1
+        return
     assert not found, f"{name}: {found}; the order of atomics is not repeatable"
 
 

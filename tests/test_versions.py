@@ -101,7 +101,7 @@ def test_setup_asks_for_the_oldest_that_is_tested():
 def test_env_says_which_fast_paths_are_on(capsys, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     assert main(["env"]) == 0
-    line = "fast paths .*direct launches: on; TMA descriptors: on; FP8 in Gluon: on"
+    line = "fast paths .*direct launches: on; TMA descriptors: on; kernels in Gluon: on"
     assert re.search(line, capsys.readouterr().out)
     lost = compat.Name("triton.tools.tensor_descriptor:Gone", "", "", "it is slow")
     monkeypatch.setattr(compat, "_DESCRIPTOR", lost)

@@ -82,20 +82,24 @@ def _box(
 
 @functools.lru_cache(4096)
 def gluon_box(
-    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], block: tuple[int, ...]
+    pointer: int,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    block: tuple[int, int],
+    stride: int = 0,
 ) -> Any:
-    """A descriptor for Gluon, of a contiguous [rows, columns] of one byte each.
+    """A descriptor for Gluon, of [rows, columns] with rows `stride` elements apart; 0: contiguous.
 
     None where boxes are not lawful. It does not keep the memory alive.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    strides = (shape[1], 1)
+    strides = (stride or shape[1], 1)
     if not lawful(pointer, dtype.itemsize, shape, strides, block):
         return None
     plain = _described(pointer, dtype, shape, strides, block)
-    layout = NVMMASharedLayout(128, 8, 2)
+    layout = NVMMASharedLayout(128, 8 * dtype.itemsize, 2)
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
 
 

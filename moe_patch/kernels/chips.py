@@ -60,6 +60,14 @@ def chip(device: torch.device) -> Chip:
     return nvidia(10 * found.major + found.minor, found.shared_memory_per_block_optin)
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at a time that fill one each; 1 where kernels are only compiled."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def name(device: torch.device) -> str:
     """The card's, as its maker calls it; empty where there is no card."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
-from .boxes import box
-from .launch import launches
-from .tiles import INTERPRET, choose, dot, dot_precision
+from . import chips
+from .boxes import box, gluon_box
+from .launch import Launch, cdiv, launches
+from .tiles import INTERPRET, ROLES, Tile, choose, dot, dot_precision, without_roles
 
 
 @triton.jit
@@ -90,6 +93,36 @@ def dw_kernel(
 _launches = launches(dw_kernel)
 
 
+@functools.lru_cache(1024)
+def _launch_on_hopper(*sizes: int) -> Launch:
+    from .hopper.dw import Plan, dw_hopper_kernel
+
+    return Launch(dw_hopper_kernel, PLAN=Plan(*sizes), num_warps=4)
+
+
+def _on_hopper(
+    p: Tensor, q: Tensor, order: ExpertOrder, gather: int, out: Tensor, add: bool, tile: Tile
+) -> bool:
+    """Starts the kernel in hopper/, unless operands cannot be copied by 16 bytes."""
+    left = out.stride(2) == 1  # p's columns are the rows of `out` as it lies
+    lies = out if left else out.transpose(1, 2)
+    (experts, m, n), (stride_e, stride_m, stride_n) = lies.shape, lies.stride()
+    bm, bn = (tile.bm, tile.bn) if left else (tile.bn, tile.bm)
+    sizes = (m, n, p.stride(0), q.stride(0), p.data_ptr() // p.element_size())
+    if stride_n != 1 or p.dtype != q.dtype or any(size % 8 for size in sizes):
+        return False
+    block = (64, bn if left else bm // 2)
+    box = gluon_box(q.data_ptr(), q.dtype, (len(q), n if left else m), block, q.stride(0))
+    if box is None:
+        return False
+    start = _launch_on_hopper(
+        m, n, stride_e, stride_m, gather, left, p.stride(0), q.stride(0), add, bm, bn, tile.stages
+    )
+    programs = min(chips.multiprocessors(p.device), experts * cdiv(m, bm) * cdiv(n, bn))
+    start((programs,), p, q, box, out, order.row_to_slot, order.expert_offsets, experts)
+    return True
+
+
 def dw(
     p: Tensor, q: Tensor, order: ExpertOrder, *, gather: int = 0, out: Tensor, add: bool = False
 ) -> Tensor:
@@ -102,6 +135,10 @@ def dw(
     (experts, m, n), dtype = out.shape, p.dtype
     name, rows = "dw_gathered" if gather else "dw", q.shape[0] // experts
     tile = choose(name, 128, rows, n, m, dtype, p.device)
+    if tile.warps == ROLES:
+        if gather and _on_hopper(p, q, order, gather, out, add, tile):
+            return out
+        tile = without_roles(tile, 5)
     q_box, tma = q, False
     if rows >= 512:  # else the masked tail is most of the loop
         q_box, tma = box(q, (tile.bk, tile.bn))

@@ -42,9 +42,7 @@ def fp8_gemm_kernel(
     if M_MAX == 0:
         if pid >= tl.load(num_tiles) * NUM_N:
             return
-    expert, first, end, column = place(
-        pid, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M
-    )
+    expert, first, end, column = place(pid, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M)
     if first >= end:
         return
     rows = first + tl.arange(0, BM)
@@ -82,13 +80,6 @@ def fp8_gemm_kernel(
 
 def _hopper(device: torch.device) -> bool:
     return not INTERPRET and chips.chip(device).wgmma and has_gluon()
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":  # compiled ahead of time
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def runs(device: torch.device) -> bool:
@@ -169,7 +160,7 @@ def fp8_gemm(
     wide = n // 2 if activation else n
     count *= cdiv(wide, BLOCK if activation or not hopper else 2 * BLOCK)
     if hopper:
-        count = min(count, _programs(x.device))
+        count = min(count, chips.multiprocessors(x.device))
     start(
         (count,), *(boxes if hopper else (x, weight)), x_scale, weight_scale, out, scale, pre,
         ends, *listed,

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..order import ExpertOrder
-from .boxes import box
+from . import chips
+from .boxes import box, gluon_box
+from .launch import Launch, cdiv
 from .tiles import (
     NO_SCALES,
     NO_UPDATE,
+    ROLES,
     W8,
     LowRank,
+    Tile,
     Update,
     choose,
     dot_precision,
@@ -22,6 +28,7 @@ from .tiles import (
     low_rank_in,
     low_rank_out,
     place,
+    without_roles,
 )
 from .weights import Weight, readable, weight_dot, weight_operand
 
@@ -84,6 +91,34 @@ def grouped_gemm_kernel(
 _launches = launches(grouped_gemm_kernel)
 
 
+@functools.lru_cache(1024)
+def _launch_on_hopper(n: int, k: int, group_m: int, stages: int, k_major: bool) -> Launch:
+    from .hopper.gemm import Plan, gemm_hopper_kernel
+
+    return Launch(gemm_hopper_kernel, PLAN=Plan(n, k, group_m, stages, k_major), num_warps=4)
+
+
+def _on_hopper(x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, tile: Tile) -> bool:
+    """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
+    (experts, n, k), k_major = weight.shape, weight.stride(2) == 1
+    stored = weight if k_major else weight.transpose(1, 2)
+    if not stored.is_contiguous() or order.block_m != tile.bm:
+        return False
+    x_box = gluon_box(x.data_ptr(), x.dtype, (len(x), k), (64, tile.bk), x.stride(0))
+    lines, columns = experts * stored.shape[1], stored.shape[2]
+    block = (tile.bn, tile.bk) if k_major else (tile.bk, tile.bn)
+    w_box = gluon_box(stored.data_ptr(), x.dtype, (lines, columns), block)
+    if x_box is None or w_box is None:
+        return False
+    start = _launch_on_hopper(n, k, tile.group_m, tile.stages, k_major)
+    programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
+    start(
+        (programs,), x_box, w_box, out, order.num_tiles.new_zeros(1),
+        order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
+    )  # fmt: skip
+    return True
+
+
 def grouped_gemm(
     x: Tensor,
     weight: Tensor,
@@ -109,6 +144,11 @@ def grouped_gemm(
     rows = order.row_to_slot.numel() // experts
     name = "gemm" if scale is None else "gemm" + W8
     tile = choose(name, order.block_m, rows, n, k, dtype, x.device, low_rank is not None)
+    if tile.warps == ROLES:
+        as_it_lies = not (gather or scatter) and bias is None
+        if as_it_lies and _on_hopper(x, weight, order, out, tile):
+            return out
+        tile = without_roles(tile, 4)
     weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
     rows_in, x_tma = (x, False) if gather else box(x, (tile.bm, tile.bk))
     start = _launches(

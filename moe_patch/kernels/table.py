@@ -79,7 +79,7 @@ def _valid(name: str, tile: Any) -> bool:
     bm, bn, bk, warps, stages, group_m = tile
     blocks = all(size in (16, 32, 64, 128, 256) for size in (bm, bn, bk))
     blocks &= bk <= 128 or not found[1].endswith("_w8")
-    depth = warps in (1, 2, 4, 8, 16) and 1 <= stages <= 8 and 1 <= group_m <= 64
+    depth = warps in (1, 2, 4, 8, 12, 16) and 1 <= stages <= 8 and 1 <= group_m <= 64
     return blocks and depth and (found[1].startswith("dw") or bm == int(found[3]))
 
 

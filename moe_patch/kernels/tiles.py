@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compat import interpreted
+from ..compat import has_gluon, interpreted
 from ..precision import allows_tf32
 from . import chips, interpreter, table
 from .activate import gate_of
@@ -28,11 +28,14 @@ if INTERPRET:
     interpreter.quicken()
 W8 = "_w8"
 """Ends the names of kernels that read FP8 weights, with rows of another dtype."""
+ROLES = 12
+"""Warps of a tile of the kernels in hopper/: two warpgroups multiply, the third loads."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One kernel configuration; `group_m` row tiles share a weight column before the next (L2)."""
+    """One kernel configuration; `group_m` row tiles share a weight column before the next (L2).
+    With ROLES warps it is of a kernel in hopper/, as far as operands allow."""
 
     bm: int
     bn: int
@@ -184,6 +187,8 @@ def heuristic(product: Product) -> Tile:
             bn, bk = (128 if bm == 64 else 64) // halves, 128 if chip.tma and bm < 64 else 64
             tile = Tile(bm, bn, bk, 4, 3 if bm == 128 else 4)
         return fit(kernel, tile, n, dtype.itemsize, chip.shared)
+    if _has_roles(product):
+        return fit(kernel, Tile(128, 256, 64, ROLES, 4), n, dtype.itemsize, chip.shared)
     if kernel.startswith("dw"):
         bm = 64 if dtype == torch.float32 or chip.small else 128
     if dtype == torch.float32:
@@ -200,6 +205,21 @@ def heuristic(product: Product) -> Tile:
     else:
         tile = Tile(bm, 64, 128, 4, 4)
     return fit(kernel, tile, n, dtype.itemsize, chip.shared)
+
+
+def _has_roles(product: Product) -> bool:
+    """Whether a kernel in hopper/ is faster. It was at every size that was measured, with 1024 rows
+    an expert; others have fewer steps than its ring has stages, or little beside their stores."""
+    kernel, bm, rows, n, k, dtype, device, low_rank = product
+    if not chips.chip(device).wgmma or dtype.itemsize != 2 or low_rank or n < 256:
+        return False
+    large = kernel == "gemm" and bm == 128 and k % 64 == 0 and k >= 256
+    return (large or (kernel == "dw_gathered" and rows >= 512)) and has_gluon()
+
+
+def without_roles(tile: Tile, stages: int) -> Tile:
+    """The tile of the kernel for every chip instead, with so many stages."""
+    return replace(tile, warps=8, stages=stages) if tile.warps == ROLES else tile
 
 
 class Layout(NamedTuple):

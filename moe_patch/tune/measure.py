@@ -221,9 +221,7 @@ def measure(
     return Measured(before, ms.get(before, math.inf), after, ms[after], compile_s, took)
 
 
-def compiled(
-    entry: Entry, tried: list[Tile], small: Operands, limit: Limit
-) -> dict[Tile, str]:
+def compiled(entry: Entry, tried: list[Tile], small: Operands, limit: Limit) -> dict[Tile, str]:
     """Compile and start each tile: "", or one line that says why it does not start.
 
     In threads: Triton's compiler and ptxas leave Python's lock alone most of the time.

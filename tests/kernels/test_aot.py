@@ -15,6 +15,7 @@ ROUTING = {"topk_kernel", "topk_backward_kernel", "count_kernel", "place_kernel"
 DECODE = {"decode_gate_up_kernel", "decode_down_kernel"}
 GROUPED = {"gate_up_kernel", "grouped_gemm_kernel", "dgate_kernel", "dw_kernel"}
 KERNELS = ROUTING | DECODE | GROUPED | {"combine_kernel", "sum_partials_kernel"}
+HOPPER = {"quantize_kernel", "fp8_hopper_kernel", "gemm_hopper_kernel", "dw_hopper_kernel"}
 FP8 = {"fp8_gemm_kernel", "quantize_kernel", "dequantize_kernel"}
 BASIC = "qwen3_30b decode"
 LINE = re.compile(r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), shared (\d+),")
@@ -30,7 +31,7 @@ LINE = re.compile(r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), sh
         (
             "sm_90",
             f"{BASIC} llama4_scout one_token gpt_oss fp8_short",
-            KERNELS | {"quantize_kernel", "fp8_hopper_kernel"},
+            KERNELS | HOPPER,
         ),
     ],
     ids=lambda part: part if isinstance(part, str) else "",

@@ -5,7 +5,8 @@
 
 Each of the two arguments is a PYTHONPATH; each runs in a process of its own, and one at a time.
 ROUNDS (5) rounds, each a `do_bench` median of both, the first of a round alternating. `ratio` is
-the median of the rounds' ratios. ONLY keeps the rows that begin with it, as "fp8". A newer Triton may need TRITON_PTXAS_PATH.
+the median of the rounds' ratios. ONLY keeps the rows whose block begins with it. A newer Triton may
+need TRITON_PTXAS_PATH and TRITON_PTXAS_BLACKWELL_PATH.
 """
 
 from __future__ import annotations

@@ -1,0 +1,165 @@
+"""Kernels in hopper/ beside those for every chip: the same bits, at random sizes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_patch.kernels import chips, dw, grouped_gemm, tiles
+from moe_patch.kernels.tiles import ROLES, Product, Tile
+from moe_patch.ops.grouped import sort
+
+H200 = chips.nvidia(90, 232_448)
+CPU = torch.device("cpu")
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def hopper(device):
+    if device.type != "cuda" or not chips.chip(device).wgmma:
+        pytest.skip("needs a Hopper GPU")
+    return device
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    """Answers of both `_on_hopper`, in turn."""
+    answers = []
+    for module in (grouped_gemm, dw):
+
+        def asked(*arguments, original=module._on_hopper):
+            answers.append(original(*arguments))
+            return answers[-1]
+
+        monkeypatch.setattr(module, "_on_hopper", asked)
+    return answers
+
+
+def random_order(draw, device, dtype):
+    """(the order of slots, tokens, choices): 200 to 900 rows an expert on average, and skewed."""
+    experts, top_k = draw.randint(1, 9), draw.choice((1, 2, 3))
+    tokens = max(1, experts * draw.randint(200, 900) // top_k)
+    index = torch.rand(tokens, top_k) ** draw.choice((1, 1, 4)) * experts
+    if draw.random() < 0.3:
+        index[torch.rand(tokens, top_k) < 0.2] = experts  # dropped
+    order, _ = sort(index.long().to(device), experts, dtype, 128)
+    return order, tokens, top_k
+
+
+def with_slack(draw, rows, columns, dtype, device):
+    """Random [rows, columns], perhaps a part of something wider."""
+    slack = 8 * draw.choice((0, 0, 1, 5))
+    return torch.randn(rows, columns + slack, device=device).to(dtype)[:, :columns]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(24))
+def test_grouped_gemm(number, hopper, ours):
+    draw, dtype = random.Random(number), HALVES[number % 2]
+    torch.manual_seed(number)
+    order, tokens, top_k = random_order(draw, hopper, dtype)
+    experts, slots = order.expert_offsets.numel() - 1, tokens * top_k
+    n_major = draw.random() < 0.5
+    n, k = draw.randint(256, 1600), 64 * draw.randint(4, 20)
+    if n_major:
+        n -= n % 8
+    x = with_slack(draw, slots, k, dtype, hopper)
+    weight = torch.randn(experts, n, k, device=hopper).to(dtype)
+    if n_major:
+        weight = weight.mT.contiguous().mT
+    tile = Tile(128, 256, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
+
+    def product(tile):
+        out = torch.full((slots, n), 7.0, device=hopper, dtype=dtype)
+        with tiles.forced("gemm", tile):
+            return grouped_gemm.grouped_gemm(x, weight, order, out=out)
+
+    expected = product(replace(tile, warps=8, stages=3))
+    assert not ours
+    for _ in range(3):
+        assert torch.equal(product(tile), expected)
+    assert ours == [True] * 3
+    used = int(order.expert_offsets[-1])
+    assert bool((expected[used:] == 7).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(32))
+def test_dw(number, hopper, ours):
+    draw, dtype = random.Random(number), HALVES[number % 2]
+    torch.manual_seed(number)
+    order, tokens, top_k = random_order(draw, hopper, dtype)
+    offsets = order.expert_offsets
+    experts, slots = offsets.numel() - 1, tokens * top_k
+    m, n = 8 * draw.randint(1, 120), 8 * draw.randint(1, 120)
+    p, q = with_slack(draw, tokens, m, dtype, hopper), with_slack(draw, slots, n, dtype, hopper)
+    add, kind = draw.random() < 0.5, draw.choice((dtype, torch.float32))
+    turned, poisoned = draw.random() < 0.5, draw.randrange(experts)
+    start = torch.randn(experts, m, n, device=hopper).to(kind)
+    tile = Tile(128, 256, 64, ROLES, draw.choice((2, 3, 4)))
+
+    def gradient(tile):
+        out = start.mT.contiguous().mT if turned else start.clone()
+        with tiles.forced("dw_gathered", tile):
+            return dw.dw(p, q, order, gather=top_k, out=out, add=add)
+
+    expected = gradient(replace(tile, warps=8, stages=3))
+    assert not ours
+    for _ in range(3):
+        assert torch.equal(gradient(tile), expected)
+    q[int(offsets[poisoned]) : int(offsets[poisoned + 1])] = float("nan")
+    q[int(offsets[-1]) :] = float("nan")
+    lost = gradient(tile)
+    rest = [expert for expert in range(experts) if expert != poisoned]
+    assert torch.equal(lost[rest], expected[rest]) and ours == [True] * 4
+
+
+@pytest.mark.gpu
+def test_other_operands_run_in_triton(hopper, ours):
+    """Biases, a gather, and rows that no box takes."""
+    index = torch.randint(0, 2, (600, 1), device=hopper)
+    order, _ = sort(index, 2, torch.bfloat16, 128)
+    x = torch.randn(600, 264, device=hopper).bfloat16()
+    weight = torch.randn(2, 256, 256, device=hopper).bfloat16()
+    bias = torch.randn(2, 256, device=hopper).bfloat16()
+    out = torch.empty(600, 256, device=hopper, dtype=torch.bfloat16)
+    with tiles.forced("gemm", Tile(128, 256, 64, ROLES, 4)):
+        grouped_gemm.grouped_gemm(x[:, :256], weight, order, out=out, bias=bias)
+        grouped_gemm.grouped_gemm(x[:, :256], weight, order, out=out, gather=1)
+        assert not ours
+        shifted = x[:, 1:257]
+        expected = grouped_gemm.grouped_gemm(shifted.contiguous(), weight, order, out=out).clone()
+        ours.clear()
+        found = grouped_gemm.grouped_gemm(shifted, weight, order, out=out)
+    assert ours == [False] and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "kernel, rows, n, k, dtype, low_rank, roles",
+    [
+        ("gemm", 1024, 2048, 768, torch.bfloat16, False, True),
+        ("gemm", 1024, 2048, 1536, torch.float16, False, True),
+        ("gemm", 1024, 2048, 800, torch.bfloat16, False, False),
+        ("gemm", 1024, 2048, 768, torch.float32, False, False),
+        ("gemm", 1024, 2048, 768, torch.bfloat16, True, False),
+        ("gemm", 1024, 128, 768, torch.bfloat16, False, False),
+        ("dw_gathered", 1024, 768, 2048, torch.bfloat16, False, True),
+        ("dw_gathered", 256, 768, 2048, torch.bfloat16, False, False),
+        ("dw", 1024, 768, 2048, torch.bfloat16, False, False),
+        ("gate_up", 1024, 768, 2048, torch.bfloat16, False, False),
+    ],
+)
+def test_where_they_are_faster(monkeypatch, kernel, rows, n, k, dtype, low_rank, roles):
+    monkeypatch.setattr(tiles, "INTERPRET", False)
+    product = Product(kernel, 128, rows, n, k, dtype, CPU, low_rank)
+    for arch in (80, 89, 90, 100, 120):
+        found = chips.nvidia(arch, 101_376 if arch in (89, 120) else 232_448)
+        monkeypatch.setattr(chips, "chip", lambda device, found=found: found)
+        tile = tiles.heuristic(product)
+        assert (tile.warps == ROLES) == (roles and arch == 90), arch
+    monkeypatch.setattr(chips, "chip", lambda device: H200)
+    monkeypatch.setattr(tiles, "has_gluon", lambda: False)
+    assert tiles.heuristic(product).warps != ROLES
