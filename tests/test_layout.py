@@ -45,8 +45,8 @@ FLOORS = tuple(
         """parity.law parity.report parity.emulate parity.shadow parity.passes parity.router
         parity.truth parity.block parity.compare parity.check parity""",
         "__init__",
-        """bench bench.timing bench.kind bench.block bench.lora bench.families bench.fp8 bench.model
-        bench.distributed bench.scaling bench.picture""",
+        """bench bench.timing bench.routing bench.kind bench.block bench.lora bench.families
+        bench.fp8 bench.model bench.distributed bench.scaling bench.picture""",
         "tune.blocks tune.plan tune.measure tune",
         "commands commands.running commands.env commands.parity commands.bench commands.tune",
         "__main__",

@@ -19,9 +19,11 @@ from ..parity.shadow import hugging_face, implementations, shadow
 from ..patcher import patch
 from ..shapes import Shape, build, find
 from ..usage import DTYPES, add_dtype, add_shape, add_tokens
+from . import routing as routed
 from .kind import Flags, Run, Timed, add_files
 from .timing import OURS, Call, Spread, free, need_gpu, ready, rounds, short_of, times
 
+SHAPES = ("qwen3_30b", "llama4_scout")
 TOKENS = (1, 64, 1024, 4096)
 MODES = ("forward", "backward")
 EAGER_TOKENS = {"forward": 16384, "backward": 4096}
@@ -47,6 +49,7 @@ class Timing:
     limit_ms: float  # what the card's own ceilings allow
     kept_mb: float | None = None  # what a forward leaves for its backward, besides the output
     peak_mb: float | None = None  # most memory in use during a step, beyond what was there
+    routing: str = routed.UNIFORM
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ def bench(
     eager: bool = True,
     compiled: bool = True,
     graph: bool = False,
+    routing: str = routed.UNIFORM,
     budget_ms: float = 2000.0,
 ) -> Result:
     """Times one named shape; no times when the parity of the same block does not hold.
@@ -173,10 +177,13 @@ def bench(
         eager: time Hugging Face's slow loop too.
         compiled: and its grouped_mm under torch.compile.
         graph: time the replay of CUDA graphs; only forward.
+        routing: which experts tokens choose: "uniform", "zipf", "hot" or a file, as
+            `moe_patch.bench.routing` has them. Parity is checked with uniform routing.
 
     Raises:
         RuntimeError: there is no GPU.
-        ValueError: an unknown shape or mode, or graphs of a backward.
+        ValueError: an unknown shape, mode or routing, a file that does not fit, or graphs of a
+            backward.
     """
     need_gpu()
     if mode not in MODES:
@@ -184,8 +191,14 @@ def bench(
     if graph and mode == "backward":
         raise ValueError("graphs of a backward are not timed: use mode forward")
     size, backward = find(shape), mode == "backward"
+    routed.check(routing)
+    index = None if routing == routed.UNIFORM else routed.choices(routing, size, tokens)
     label = mode + ", graph" * graph
     row = f"{shape}, {tokens} tokens, {str(dtype)[6:]}, {label}"
+    notes = []
+    if index is not None:
+        busiest = routed.load(index, size.num_experts)
+        notes.append(f"{row}, {routing} routing: the busiest expert has {busiest:.1f} x the mean")
     torch.compiler.reset()  # or many rows would run into torch.compile's recompile limit
     free()
     try:
@@ -203,6 +216,8 @@ def bench(
             torch.randn(1, tokens, size.hidden_size, generator=generator, device="cuda").to(dtype)
             for _ in range(2)
         )
+        if index is not None:
+            routed.impose(block, x, index)
         blocks = contenders(block, tokens, mode, eager=eager, compiled=compiled)
         calls = {name: step(each, x, d_out, mode) for name, each in blocks.items()}
         calls, failed = ready(calls, graph=graph)
@@ -211,20 +226,22 @@ def bench(
     except torch.OutOfMemoryError as error:
         return Result([], None, [f"{row}: skipped, {short_of(error, stage)}"])
     flops = size.flops(tokens, backward=backward)
-    timings = packed((shape, tokens, str(dtype)[6:], label), taken, flops, limit_ms, kept)
-    return Result(timings, report, [f"{row}: {n} left out, {why}" for n, why in failed.items()])
+    about = (shape, tokens, str(dtype)[6:], label)
+    timings = packed(about, taken, flops, limit_ms, kept, routing=routing)
+    notes += [f"{row}: {name} left out, {why}" for name, why in failed.items()]
+    return Result(timings, report, notes)
 
 
 def packed(
     about: tuple[str, int, str, str], taken: dict[str, Spread], flops: float, limit_ms: float,
-    memory: dict[str, tuple[float, float]],
+    memory: dict[str, tuple[float, float]], *, routing: str = routed.UNIFORM,
 ) -> list[Timing]:  # fmt: skip
     """A row for each implementation; `about`: shape, tokens, dtype and mode."""
     return [
         Timing(
             *about, name, **vars(spread), tflops=flops / spread.ms / 1e9,
             speedup=spread.ms / taken[OURS].ms, limit_ms=limit_ms,
-            **dict(zip(("kept_mb", "peak_mb"), memory.get(name, ()))),
+            **dict(zip(("kept_mb", "peak_mb"), memory.get(name, ()))), routing=routing,
         )
         for name, spread in taken.items()
     ]  # fmt: skip
@@ -233,7 +250,7 @@ def packed(
 def timing_tables(timings: Iterable[Timing]) -> Iterable[Table]:
     """One for each shape, dtype, mode and number of tokens; a line an implementation."""
     for key, group in itertools.groupby(
-        timings, lambda t: (t.shape, t.dtype, t.mode, t.tokens, t.limit_ms)
+        timings, lambda t: (t.shape, t.dtype, t.mode, t.tokens, t.limit_ms, t.routing)
     ):
         with_memory = key[2].startswith("backward")
         header = ["", "ms", "p10 to p90", "TFLOP/s", "x limit"]
@@ -241,7 +258,8 @@ def timing_tables(timings: Iterable[Timing]) -> Iterable[Table]:
         table = Table(
             *header,
             f"{OURS} is",
-            title="{}, {}, {}, {} tokens; limit {:.3f} ms".format(*key),
+            title="{}, {}, {}, {} tokens; limit {:.3f} ms".format(*key)
+            + ("" if key[5] == routed.UNIFORM else f"; {key[5]} routing"),
             title_justify="left",
         )
         for t in group:
@@ -261,29 +279,35 @@ class Block(Timed):
     about = "Every row comes after its parity check. `bench fp8` has the rows in FP8."
 
     def arguments(self, flag: Flags, old: bool) -> None:
-        add_shape(flag, "qwen3_30b llama4_scout")
+        add_shape(flag, " ".join(SHAPES))
         add_tokens(flag, TOKENS)
         add_dtype(flag, "bf16", ["fp8"] if old else [])
         text = "of forward, backward (both passes, all gradients); default: both; --graph: forward"
         flag("--mode", nargs="+", choices=MODES, metavar="NAME", help=text)
         flag("--graph", action="store_true", help="time CUDA graphs: no launches in the way")
+        text = f"of {', '.join(routed.NAMES)}, or a safetensors file with {routed.KEY} [tokens, K]"
+        flag("--routing", nargs="+", metavar="NAME", help=f"{text}; default: uniform")
         flag("--no-eager", action="store_true", help="leave out HF's slow loop")
         flag("--no-compile", action="store_true", help="leave out HF under torch.compile")
         add_files(flag, png=True)
 
     def refuse(self, options: argparse.Namespace) -> None:
-        for name in options.shape:
-            find(name)
+        for name, how in itertools.product(options.shape or SHAPES, options.routing or [""]):
+            size = find(name)
+            if how:
+                routed.check(how)
+                routed.choices(how, size, 1)
         if options.graph and "backward" in (options.mode or ()):
             raise ValueError("--graph times the forward only: leave out --mode backward")
 
     def measure(self, run: Run) -> ParityReport | None:
         options = run.options
-        names = options.shape or ["qwen3_30b", "llama4_scout"]
+        names = options.shape or SHAPES
         modes = options.mode or (["forward"] if options.graph else MODES)
         dtypes = [DTYPES[name] for name in options.dtype or ["bf16"]]
-        todo = [*itertools.product(names, dtypes, modes, options.tokens or TOKENS)]
-        for name, dtype, mode, tokens in run.each(todo, _label):
+        hows = options.routing or [routed.UNIFORM]
+        todo = [*itertools.product(names, dtypes, modes, options.tokens or TOKENS, hows)]
+        for name, dtype, mode, tokens, how in run.each(todo, _label):
             result = bench(
                 name,
                 tokens,
@@ -292,6 +316,7 @@ class Block(Timed):
                 eager=not options.no_eager,
                 compiled=not options.no_compile,
                 graph=options.graph,
+                routing=how,
             )
             if not take(run, result):
                 return result.report
@@ -301,9 +326,9 @@ class Block(Timed):
     tables = staticmethod(timing_tables)
 
 
-def _label(row: tuple[str, torch.dtype, str, int]) -> str:
-    name, dtype, mode, tokens = row
-    return f"{name} {str(dtype)[6:]} {mode} {tokens}"
+def _label(row: tuple[str, torch.dtype, str, int, str]) -> str:
+    name, dtype, mode, tokens, how = row
+    return f"{name} {str(dtype)[6:]} {mode} {tokens}" + f" {how}" * (how != routed.UNIFORM)
 
 
 def take(run: Run, result: Result) -> bool:

@@ -63,8 +63,8 @@ def rows(monkeypatch):
     """What the command asks bench.bench for; answers come from `rows.answer`."""
     asked = []
 
-    def answer(name, tokens, mode, dtype, eager, compiled, graph):
-        asked.append((name, tokens, mode, dtype, eager, compiled, graph))
+    def answer(name, tokens, mode, dtype, eager, compiled, graph, routing):
+        asked.append((name, tokens, mode, dtype, eager, compiled, graph, routing))
         report = ParityReport([Section("", "bfloat16", 8, [Row("output", True)])], "a card")
         memory = {"kept_mb": 29.5, "peak_mb": 1300.0} if mode == "backward" else {}
         made = [
@@ -96,12 +96,15 @@ def test_command_prints_tables_ceilings_and_notes(capsys, rows):
 
 def test_command_passes_its_options_on(capsys, rows):
     run(capsys, "--shape", "qwen3_30b", "--tokens", 1, "--graph", "--dtype", "fp16")
-    assert rows == [("qwen3_30b", 1, "forward", torch.float16, True, True, True)]
+    assert rows == [("qwen3_30b", 1, "forward", torch.float16, True, True, True, "uniform")]
     rows.clear()
     run(capsys, "--tokens", 1, "--mode", "backward", "--no-eager", "--no-compile")
     assert [row[1:] for row in rows] == [
-        (1, "backward", torch.bfloat16, False, False, False)
+        (1, "backward", torch.bfloat16, False, False, False, "uniform")
     ] * 2  # two shapes
+    rows.clear()
+    run(capsys, "--shape", "tiny_qwen3", "--tokens", 1, "--graph", "--routing", "zipf", "hot")
+    assert [row[-1] for row in rows] == ["zipf", "hot"]
     rows.clear()
     run(capsys, "--shape", "tiny_qwen3", "--mode", "forward")
     assert [row[1] for row in rows] == [1, 64, 1024, 4096]

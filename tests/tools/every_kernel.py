@@ -22,12 +22,14 @@ from moe_patch.activation import Activation
 from moe_patch.ops import expert_order, fused_experts, grouped_gemm
 from moe_patch.ops.routing import select_experts
 
-SIZES = [  # T, H, I, E, K: TMA and pointers, whole and ragged tiles, each tile height, both dw
+SIZES = [  # T, H, I, E, K: TMA and pointers, whole and ragged tiles, each tile height, both dw;
+    # the last one has products for the kernels in hopper/
     (40, 128, 64, 8, 2),
     (300, 136, 72, 4, 3),
     (21, 97, 41, 5, 2),
     (1100, 128, 64, 2, 1),
     (1100, 128, 64, 4, 2),
+    (1100, 384, 256, 2, 1),
 ]
 DEVICE = torch.device("cuda")
 FORMS = [Activation(form="interleaved"), Activation("gelu", form="ungated"), Activation()]
