@@ -255,8 +255,9 @@ def why_unknown(cls: type[nn.Module]) -> str | None:
         return "it does not choose experts by topk"
     known = set(_TORCH.split()) | set(_OWN) | _methods(cls).keys()
     if unknown := sorted(words - known):
-        more = f" and {len(unknown) - 3} more names" if len(unknown) > 3 else ""
-        return f"its code uses {', '.join(unknown[:3])}{more}, which no rule of moe_patch covers"
+        shown = len(unknown) if len(unknown) <= 4 else 3  # "and 1 more" is as long as the name
+        more = f" and {len(unknown) - shown} more names" if len(unknown) > shown else ""
+        return f"its code uses {', '.join(unknown[:shown])}{more}, which no rule of moe_patch covers"
     if any(isinstance(const, CodeType) for code in codes for const in code.co_consts):
         return "its code has functions inside functions, which are not looked into"
     return None

@@ -171,7 +171,9 @@ def test_mistral_large_4_is_mistral_4_in_float32_with_its_norm(norm, rule):
 
 
 def test_names_that_no_rule_covers_are_counted_past_the_third():
-    for names, said in (("abc", "a, b, c, which"), ("abcd", "a, b, c and 1 more name")):
+    """Or the fourth, if it is the last."""
+    several = (("abc", "a, b, c, which"), ("abcd", "a, b, c, d, which"))
+    for names, said in (*several, ("abcde", "a, b, c and 2 more names, which")):
         read = "".join(f"self.{name} * " for name in names)
         cls = mutant("scores = router_logits", f"scores = {read}router_logits")
         assert routers.why_unknown(cls).startswith(f"its code uses {said}")
