@@ -256,8 +256,10 @@ def why_unknown(cls: type[nn.Module]) -> str | None:
     known = set(_TORCH.split()) | set(_OWN) | _methods(cls).keys()
     if unknown := sorted(words - known):
         shown = len(unknown) if len(unknown) <= 4 else 3  # "and 1 more" is as long as the name
-        more = f" and {len(unknown) - shown} more names" if len(unknown) > shown else ""
-        return f"its code uses {', '.join(unknown[:shown])}{more}, which no rule of moe_patch covers"
+        names = ", ".join(unknown[:shown])
+        if len(unknown) > shown:
+            names += f" and {len(unknown) - shown} more names"
+        return f"its code uses {names}, which no rule of moe_patch covers"
     if any(isinstance(const, CodeType) for code in codes for const in code.co_consts):
         return "its code has functions inside functions, which are not looked into"
     return None

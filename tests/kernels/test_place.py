@@ -1,0 +1,86 @@
+"""place: which program computes which tile. Every tile once, those of an expert side by side."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from moe_patch.kernels.groups import group_tiles
+from moe_patch.kernels.tiles import place
+from moe_patch.order import ExpertOrder
+
+
+@triton.jit
+def places_kernel(
+    out, tile_expert, tile_row, ends,
+    NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    expert, first, end, column = place(at, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M)
+    tl.store(out + 4 * at, expert)
+    tl.store(out + 4 * at + 1, first)
+    tl.store(out + 4 * at + 2, end)
+    tl.store(out + 4 * at + 3, column)
+
+
+def places(count, tile_expert, tile_row, ends, **sizes):
+    out = torch.full((max(count, 1), 4), -1, dtype=torch.int32, device=ends.device)
+    if count:
+        places_kernel[(count,)](out, tile_expert, tile_row, ends, **sizes)
+    return [tuple(row) for row in out[:count].tolist()]
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_listed_rows(number, device):
+    draw = random.Random(number)
+    experts, bm = draw.randint(1, 6), draw.choice((16, 64, 128))
+    columns, group_m = draw.randint(1, 5), draw.choice((1, 2, 8))
+    sizes = [
+        draw.choice((0, draw.randint(1, bm), draw.randint(1, 40 * bm))) for _ in range(experts)
+    ]
+    offsets = torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
+    slots = int(offsets[-1])
+    numel = ExpertOrder.numel(slots, experts, bm)
+    buffer = torch.empty(numel, dtype=torch.int32, device=device)
+    order = group_tiles(offsets, slots, bm, buffer)
+    found = places(
+        int(order.num_tiles) * columns, order.tile_expert, order.tile_row, order.expert_offsets,
+        NUM_N=columns, M_MAX=0, BM=bm, GROUP_M=group_m,
+    )  # fmt: skip
+    ends = offsets.tolist()
+    wanted = [
+        (expert, first, ends[expert + 1], column)
+        for expert in range(experts)
+        for first in range(ends[expert], ends[expert + 1], bm)
+        for column in range(columns)
+    ]
+    assert sorted(found) == sorted(wanted)
+    assert [place[0] for place in found] == sorted(place[0] for place in found)
+    if bm < 64:
+        assert found == wanted
+        return
+    longest = run = 1
+    for before, now in zip(found, found[1:]):
+        run = run + 1 if (before[0], before[3]) == (now[0], now[3]) else 1
+        longest = max(longest, run)
+    tiles = max(-(-size // bm) for size in sizes)
+    groups = max((tiles + group_m // 2) // group_m, 1)
+    if columns > 1:
+        assert longest <= max(-(-tiles // groups), group_m + group_m // 2)
+
+
+def test_masked_rows(device):
+    counts = torch.tensor([5, 0, 70, 200], dtype=torch.int32, device=device)  # clamped to 100
+    found = places(4 * 2 * 3, None, None, counts, NUM_N=3, M_MAX=100, BM=64, GROUP_M=8)
+    ends = [5, 100, 270, 400]
+    wanted = [
+        (expert, 100 * expert + first, ends[expert], column)
+        for expert in range(4)
+        for column in range(3)
+        for first in (0, 64)
+    ]
+    assert found == wanted
