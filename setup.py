@@ -68,6 +68,7 @@ setup(
         "transformers>=5.17,<6",
         "accelerate>=1.10",
         "rich>=13",
+        "safetensors>=0.4.3",
     ],
     extras_require={
         "bench": PLOT,
