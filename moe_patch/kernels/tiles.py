@@ -208,8 +208,8 @@ def heuristic(product: Product) -> Tile:
 
 
 def _has_roles(product: Product) -> bool:
-    """Whether a kernel in hopper/ is faster. It was at every size that was measured, with 1024 rows
-    an expert; others have fewer steps than its ring has stages, or little beside their stores."""
+    """Whether a kernel in hopper/ is faster, as at every size that was measured: 256 and 1024 rows
+    an expert. Left out: fewer steps than its ring has stages, and dw that mostly stores."""
     kernel, bm, rows, n, k, dtype, device, low_rank = product
     if not chips.chip(device).wgmma or dtype.itemsize != 2 or low_rank or n < 256:
         return False
