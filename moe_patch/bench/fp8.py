@@ -201,7 +201,7 @@ def _contiguous(groups: int, m: int, n: int, k: int) -> _Row:
 
 
 def masked(groups: int, m_max: int, n: int, k: int, count: int) -> _Row:
-    """Of `count` rows of m_max in each group."""
+    """A product of groups that have `count` rows of m_max each."""
     rhs, rhs_scale = weights(groups, n, k, seed=1)
     draw = torch.Generator("cuda").manual_seed(2)
     lhs, lhs_scale = fp8.quantize(

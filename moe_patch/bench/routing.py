@@ -1,4 +1,4 @@
-"""Which experts a bench's tokens choose, beside the nearly even choice of random routers."""
+"""Choices of experts that a bench imposes; a random router's are nearly even."""
 
 from __future__ import annotations
 

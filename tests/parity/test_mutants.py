@@ -53,7 +53,7 @@ def test_mutant_fails_in_bfloat16(name):
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_mutant_that_rounds_to_bfloat16_fails_in_float16(name):
-    """On one of three draws: such a fault is as small as Hugging Face's own error in a gradient."""
+    """One of three draws shows it: a fault as small as Hugging Face's own error in a gradient."""
     fails(MUTANTS[name], torch.float16, seeds=3)
 
 

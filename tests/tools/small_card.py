@@ -116,7 +116,7 @@ def sweep(path: str, names: list[str], tokens: list[int]) -> None:
 
 
 def one_tile(product):
-    """What every kernel had before there was a rule for such cards."""
+    """Return the tile that every kernel had before there was a rule for such cards."""
     bm = 64 if product.kernel.startswith("dw") else product.bm
     size = product.dtype.itemsize
     return tiles.fit(product.kernel, Tile(bm, 64, 32, 4, 3), product.n, size, SHARED)

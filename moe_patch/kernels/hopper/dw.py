@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     gather: int
     """The gathered operand's row of a slot is slot // gather."""
     gather_left: bool
-    """Its columns are the result's rows, else the result's columns."""
+    """Columns of the gathered operand are the result's rows, else the result's columns."""
     stride_gathered: int
     stride_dense: int
     add: bool

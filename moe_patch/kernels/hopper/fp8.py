@@ -53,7 +53,7 @@ class Rings(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Which rows there are, as `place` reads them, and tiles in all."""
+    """Rows as `place` reads them, and tiles in all."""
 
     ends: Any
     tile_expert: Any
