@@ -94,10 +94,10 @@ _launches = launches(dw_kernel)
 
 
 @functools.lru_cache(1024)
-def _launch_on_hopper(*sizes: int) -> Launch:
+def _launch_on_hopper(**sizes: int) -> Launch:
     from .hopper.dw import Plan, dw_hopper_kernel
 
-    return Launch(dw_hopper_kernel, PLAN=Plan(*sizes), num_warps=4)
+    return Launch(dw_hopper_kernel, PLAN=Plan(**sizes), num_warps=4)
 
 
 def _on_hopper(
@@ -116,8 +116,10 @@ def _on_hopper(
     if box is None:
         return False
     start = _launch_on_hopper(
-        m, n, stride_e, stride_m, gather, left, p.stride(0), q.stride(0), add, bm, bn, tile.stages
-    )
+        m=m, n=n, stride_e=stride_e, stride_m=stride_m, gather=gather, gather_left=left,
+        stride_gathered=p.stride(0), stride_dense=q.stride(0), add=add,
+        bm=bm, bn=bn, stages=tile.stages,
+    )  # fmt: skip
     programs = min(chips.multiprocessors(p.device), experts * cdiv(m, bm) * cdiv(n, bn))
     start((programs,), p, q, box, out, order.row_to_slot, order.expert_offsets, experts)
     return True

@@ -92,10 +92,10 @@ _launches = launches(grouped_gemm_kernel)
 
 
 @functools.lru_cache(1024)
-def _launch_on_hopper(n: int, k: int, group_m: int, stages: int, k_major: bool) -> Launch:
+def _launch_on_hopper(**sizes: int) -> Launch:
     from .hopper.gemm import Plan, gemm_hopper_kernel
 
-    return Launch(gemm_hopper_kernel, PLAN=Plan(n, k, group_m, stages, k_major), num_warps=4)
+    return Launch(gemm_hopper_kernel, PLAN=Plan(**sizes), num_warps=4)
 
 
 def _on_hopper(x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, tile: Tile) -> bool:
@@ -110,7 +110,9 @@ def _on_hopper(x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, tile:
     w_box = gluon_box(stored.data_ptr(), x.dtype, (lines, columns), block)
     if x_box is None or w_box is None:
         return False
-    start = _launch_on_hopper(n, k, tile.group_m, tile.stages, k_major)
+    start = _launch_on_hopper(
+        n=n, k=k, group_m=tile.group_m, stages=tile.stages, right_turned=k_major
+    )
     programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
     start(
         (programs,), x_box, w_box, out, order.num_tiles.new_zeros(1),
