@@ -34,7 +34,7 @@ def places(count, tile_expert, tile_row, ends, **sizes):
     return [tuple(row) for row in out[:count].tolist()]
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(40))
 def test_listed_rows(number, device):
     draw = random.Random(number)
     experts, bm = draw.randint(1, 6), draw.choice((16, 64, 128))
@@ -67,10 +67,11 @@ def test_listed_rows(number, device):
     for before, now in zip(found, found[1:]):
         run = run + 1 if (before[0], before[3]) == (now[0], now[3]) else 1
         longest = max(longest, run)
-    tiles = max(-(-size // bm) for size in sizes)
-    groups = max((tiles + group_m // 2) // group_m, 1)
-    if columns > 1:
-        assert longest <= max(-(-tiles // groups), group_m + group_m // 2)
+    if columns > 1:  # else groups follow each other in the same column
+        tiles = [-(-size // bm) for size in sizes]
+        heights = [-(-count // max((count + group_m // 2) // group_m, 1)) for count in tiles]
+        assert longest == max(1, *heights)
+        assert all(height <= group_m + group_m // 2 for height in heights)
 
 
 def test_masked_rows(device):
