@@ -127,28 +127,29 @@ def _consume(
             left_block = column * WIDTH // BLOCK
             right_block = gl.minimum((column * WIDTH + SHIFT) // BLOCK, NUM_S - 1)
             left_scales = w_scale + (expert * NUM_S + left_block) * NUM_K
-            right_scales = w_scale + (expert * NUM_S + right_block) * NUM_K
+            to_right = (right_block - left_block) * NUM_K
             left = gl.zeros([64, BLOCK], gl.float32, product)
             right = gl.zeros([64, BLOCK], gl.float32, product)
             none = gl.zeros([64, BLOCK], gl.float32, product)
             by_x = gl.load(row_scales, mask=inside, other=0.0)
-            by_left = gl.load(left_scales)
-            by_right = gl.load(right_scales)
+            by_left = by_x * gl.load(left_scales)
+            by_right = by_x * gl.load(left_scales + to_right)
             for k in range(NUM_K):
                 # of the next step, while this one's products run
-                ahead = gl.minimum(k + 1, NUM_K - 1)
-                next_x = gl.load(row_scales + ahead * stride_xg, mask=inside, other=0.0)
-                next_left = gl.load(left_scales + ahead)
-                next_right = gl.load(right_scales + ahead)
+                row_scales += gl.where(k < NUM_K - 1, stride_xg, 0)
+                left_scales += gl.where(k < NUM_K - 1, 1, 0)
+                by_x = gl.load(row_scales, mask=inside, other=0.0)
+                next_left = gl.load(left_scales)
+                next_right = gl.load(left_scales + to_right)
                 stage = step % PLAN.stages
                 mbarrier.wait(rings.ready.index(stage), (step // PLAN.stages) & 1)
                 a = rings.x.index(2 * stage + PART)
                 part = _product(a, rings.w, 2 * stage, none)
-                left = gl.fma(part, gl.expand_dims(by_x * by_left, 1), left)
+                left = gl.fma(part, gl.expand_dims(by_left, 1), left)
                 part = _product(a, rings.w, 2 * stage + 1, none)
                 mbarrier.arrive(rings.empty.index(stage), count=1)
-                right = gl.fma(part, gl.expand_dims(by_x * by_right, 1), right)
-                by_x, by_left, by_right = next_x, next_left, next_right
+                right = gl.fma(part, gl.expand_dims(by_right, 1), right)
+                by_left, by_right = by_x * next_left, by_x * next_right
                 step += 1
             first_row = first + PART * 64
             if SAVE_PRE:
@@ -229,5 +230,5 @@ def fp8_hopper_kernel(
             (_produce, (x, w, rings, schedule, PLAN)),
         ],
         [4, 4],
-        [232, 40],
+        [224, 56],
     )  # fmt: skip
