@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -54,6 +55,37 @@ class _Row:
     flops: float
     bytes: float
     judge: Callable[[], law.Row]
+
+
+class Operands(NamedTuple):
+    """E4m3 rows and weights of G groups, and their scales."""
+
+    lhs: Tensor  # [G * M, K] or [G, M, K]
+    lhs_scale: Tensor  # [..., K / 128]
+    rhs: Tensor  # [G, N, K]
+    rhs_scale: Tensor  # [G, N / 128, K / 128]
+
+
+class Product(NamedTuple):
+    """A grouped product, ours, and the rows of its last group that parity looks at."""
+
+    name: str
+    flops: float
+    operands: Operands
+    groups: Tensor  # int32: offsets [G + 1], or the rows of each group [G] where it is masked
+    run: Callable[[], Tensor]  # bfloat16 [G * M, N] or [G, M, N]
+    judged: tuple[int | slice, ...]
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """The judged rows: of float32, rounded to bfloat16, and of float64."""
+        lhs, lhs_scale, rhs, rhs_scale = self.operands
+        rows, scale = lhs[self.judged], lhs_scale[self.judged]
+        baseline, truth = (
+            reference.dequantize(rows, scale, dtype)
+            @ reference.dequantize(rhs[-1], rhs_scale[-1], dtype).T
+            for dtype in (torch.float32, torch.float64)
+        )
+        return baseline.bfloat16(), truth
 
 
 def rows(shape: str, tokens: tuple[int, ...]) -> Iterator[_Row]:
@@ -162,22 +194,49 @@ def _judge_experts(
     return _verdict(name, ours[few], hf.bfloat16(), exact)
 
 
-def _judge_product(found: Tensor, x: Tensor, xs: Tensor, w: Tensor, ws: Tensor) -> law.Row:
-    baseline, truth = (
-        reference.dequantize(x, xs, dtype) @ reference.dequantize(w, ws, dtype).T
-        for dtype in (torch.float32, torch.float64)
-    )
-    return _verdict("out", found, baseline.bfloat16(), truth)
+def operands(groups: int, m: int, n: int, k: int) -> Operands:
+    """Random rows, m of each group, and weights."""
+    rhs, rhs_scale = weights(groups, n, k, seed=1)  # [G, N, K], [G, N / 128, K / 128]
+    draw = torch.Generator("cuda").manual_seed(2)
+    lhs = torch.randn(groups * m, k, generator=draw, device="cuda").bfloat16()
+    return Operands(*fp8.quantize(lhs), rhs, rhs_scale)
+
+
+def contiguous_product(groups: int, m: int, n: int, k: int) -> Product:
+    """A product of groups of m rows each, one below the other."""
+    of = operands(groups, m, n, k)
+    offsets = torch.arange(groups + 1, device="cuda", dtype=torch.int32) * m
+    return Product(
+        f"contiguous {groups} x {m} x {n} x {k}", 2.0 * groups * m * n * k, of, offsets,
+        lambda: fp8.grouped_gemm(*of, offsets),
+        (slice((groups - 1) * m, (groups - 1) * m + JUDGED),),
+    )  # fmt: skip
+
+
+def masked_product(groups: int, m_max: int, n: int, k: int, count: int) -> Product:
+    """A product of groups that have `count` rows of m_max each."""
+    lhs, lhs_scale, *rhs = operands(groups, m_max, n, k)
+    of = Operands(lhs.view(groups, m_max, k), lhs_scale.reshape(groups, m_max, -1), *rhs)
+    masked_m = torch.full((groups,), count, dtype=torch.int32, device="cuda")
+    out = torch.empty(groups, m_max, n, dtype=torch.bfloat16, device="cuda")
+    return Product(
+        f"masked {groups} x {count} of {m_max} x {n} x {k}", 2.0 * groups * count * n * k,
+        of, masked_m, lambda: fp8.masked_grouped_gemm(*of, masked_m, count, out=out),
+        (-1, slice(0, count)),
+    )  # fmt: skip
+
+
+def _row(product: Product, others: dict[str, Callable[[], object]]) -> _Row:
+    def judge() -> law.Row:
+        return _verdict("out", product.run()[product.judged], *product.expected())
+
+    calls = {OURS: product.run} | others
+    return _Row(product.name, calls, product.flops, product.operands.rhs.numel(), judge)
 
 
 def _contiguous(groups: int, m: int, n: int, k: int) -> _Row:
-    rhs, rhs_scale = weights(groups, n, k, seed=1)
-    draw = torch.Generator("cuda").manual_seed(2)
-    lhs, lhs_scale = fp8.quantize(
-        torch.randn(groups * m, k, generator=draw, device="cuda").bfloat16()
-    )
-    offsets = torch.arange(groups + 1, device="cuda", dtype=torch.int32) * m
-
+    product = contiguous_product(groups, m, n, k)
+    lhs, lhs_scale, rhs, rhs_scale = product.operands
     apart = [
         (part, scale.t().contiguous().t()) for part, scale in zip(lhs.split(m), lhs_scale.split(m))
     ]
@@ -188,38 +247,12 @@ def _contiguous(groups: int, m: int, n: int, k: int) -> _Row:
             for (x, x_scale), w, w_scale in zip(apart, rhs, rhs_scale)
         ]
 
-    def ours() -> Tensor:
-        return fp8.grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, offsets)
-
-    def judge() -> law.Row:
-        last = slice((groups - 1) * m, (groups - 1) * m + JUDGED)
-        return _judge_product(ours()[last], lhs[last], lhs_scale[last], rhs[-1], rhs_scale[-1])
-
-    name = f"contiguous {groups} x {m} x {n} x {k}"
-    calls = {OURS: ours} | ({LOOP: loop} if scaled_mm else {})
-    return _Row(name, calls, 2.0 * groups * m * n * k, groups * n * k, judge)
+    return _row(product, {LOOP: loop} if scaled_mm else {})
 
 
 def masked(groups: int, m_max: int, n: int, k: int, count: int) -> _Row:
     """A product of groups that have `count` rows of m_max each."""
-    rhs, rhs_scale = weights(groups, n, k, seed=1)
-    draw = torch.Generator("cuda").manual_seed(2)
-    lhs, lhs_scale = fp8.quantize(
-        torch.randn(groups * m_max, k, generator=draw, device="cuda").bfloat16()
-    )
-    lhs, lhs_scale = lhs.view(groups, m_max, k), lhs_scale.reshape(groups, m_max, -1)
-    masked_m = torch.full((groups,), count, dtype=torch.int32, device="cuda")
-    out = torch.empty(groups, m_max, n, dtype=torch.bfloat16, device="cuda")
-
-    def ours() -> Tensor:
-        return fp8.masked_grouped_gemm(lhs, lhs_scale, rhs, rhs_scale, masked_m, count, out=out)
-
-    def judge() -> law.Row:
-        few = -1, slice(0, count)
-        return _judge_product(ours()[few], lhs[few], lhs_scale[few], rhs[-1], rhs_scale[-1])
-
-    name = f"masked {groups} x {count} of {m_max} x {n} x {k}"
-    return _Row(name, {OURS: ours}, 2.0 * groups * count * n * k, groups * n * k, judge)
+    return _row(masked_product(groups, m_max, n, k, count), {})
 
 
 def _layer(tokens: int) -> _Row:
