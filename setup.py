@@ -48,6 +48,7 @@ setup(
     packages=[
         "moe_patch",
         "moe_patch.bench",
+        "moe_patch.bench.peers",
         "moe_patch.commands",
         "moe_patch.formats",
         "moe_patch.kernels",

@@ -46,7 +46,9 @@ FLOORS = tuple(
         parity.truth parity.block parity.compare parity.check parity""",
         "__init__",
         """bench bench.timing bench.routing bench.kind bench.block bench.lora bench.families
-        bench.fp8 bench.model bench.distributed bench.scaling bench.picture""",
+        bench.fp8 bench.model bench.distributed bench.scaling bench.picture bench.peers.compare
+        bench.peers.experts bench.peers.quack bench.peers.liger bench.peers.deep_gemm
+        bench.peers.peft bench.peers""",
         "tune.blocks tune.plan tune.measure tune",
         "commands commands.running commands.env commands.parity commands.bench commands.tune",
         "__main__",
@@ -93,8 +95,8 @@ ARROWS = {
     },
     "__init__": {"fp8", "ops", "parity", "patcher", "pretrained", "starting", "version"},
     "bench": {
-        "compat", "environment", "formats", "ops", "output", "parity", "patcher", "recognise",
-        "reference", "shapes", "usage",
+        "compat", "environment", "formats", "kernels", "ops", "order", "output", "parity",
+        "patcher", "recognise", "reference", "shapes", "usage",
     },
     "tune": {"activation", "bench", "kernels", "kernels.*", "order", "recognise", "shapes"},
     "commands": {

@@ -256,6 +256,8 @@ OLD_AND_NEW = [
     ("--distributed --tokens 8 --layers 3", "distributed --tokens 8 --layers 3"),
     ("--model-config x.json --layers 2 --tasks decode", "model x.json --layers 2 --tasks decode"),
     ("--scaling a.csv b.csv --network 25", "scaling a.csv b.csv --network 25"),
+    ("--peers --only QuACK Liger --tokens 8", "peers --only QuACK Liger --tokens 8"),
+    ("--peers --routing zipf --seconds 9 --json", "peers --routing zipf --seconds 9 --json"),
 ]
 
 
@@ -272,15 +274,18 @@ EXAMPLE = {  # of every flag that some kind takes
     "--no-eager": "", "--no-compile": "", "--csv": "a", "--png": "b", "--json": "c",
     "--families": "", "--lora": "8", "--dtype fp8": "", "--distributed": "", "--layers": "2",
     "--model-config": "x.json", "--tasks": "decode", "--scaling": "s.csv", "--network": "25",
+    "--peers": "", "--only": "PEFT", "--seconds": "9", "--routing": "zipf",
 }  # fmt: skip
 TAKEN = {
-    "": "--shape --tokens --dtype --mode --graph --no-eager --no-compile --csv --png --json",
+    "": "--shape --tokens --dtype --mode --graph --no-eager --no-compile --routing --csv --png "
+    "--json",
     "--families": "--tokens --csv --json",
     "--lora": "--shape --tokens --dtype --no-eager --no-compile --csv --png --json",
     "--dtype fp8": "--shape --tokens --csv --json",
     "--distributed": "--shape --tokens --layers --csv --json",
     "--model-config": "--layers --tasks --csv --json",
     "--scaling": "--network",
+    "--peers": "--only --shape --tokens --routing --seconds --csv --json",
 }
 
 
