@@ -73,7 +73,7 @@ def each(cu_seqlens):
     return enumerate(map(slice, ends, ends[1:]))
 
 
-def gemm_act(a, b, *, activation, cu_seqlens_m, A_idx, config, tuned, store_preact):  # noqa: N803
+def gemm_act(a, b, *, activation, cu_seqlens_m, A_idx, config, tuned, store_preact):
     assert activation == "swiglu" and not tuned
     pre = torch.cat([a[A_idx[rows]] @ b[e] for e, rows in each(cu_seqlens_m)])
     act = torch.nn.functional.silu(pre[:, ::2]) * pre[:, 1::2]
@@ -81,7 +81,7 @@ def gemm_act(a, b, *, activation, cu_seqlens_m, A_idx, config, tuned, store_prea
 
 
 def gemm_dact(
-    a, b, pre, *, activation, colvec_scale, colvec_reduce, cu_seqlens_m, A_idx, config,  # noqa: N803
+    a, b, pre, *, activation, colvec_scale, colvec_reduce, cu_seqlens_m, A_idx, config,
     dynamic_scheduler, tuned,
 ):  # fmt: skip
     d_act = torch.cat([a[A_idx[rows]] @ b[e] for e, rows in each(cu_seqlens_m)]).float()
@@ -92,7 +92,7 @@ def gemm_dact(
     return d_pre.to(a.dtype), weighted.to(a.dtype), (act.detach() * d_act).sum(1)
 
 
-def gemm(a, b, out, *, config, cu_seqlens_m=None, cu_seqlens_k=None, A_idx=None):  # noqa: N803
+def gemm(a, b, out, *, config, cu_seqlens_m=None, cu_seqlens_k=None, A_idx=None):
     for e, rows in each(cu_seqlens_m if cu_seqlens_k is None else cu_seqlens_k):
         if cu_seqlens_k is None:
             out[rows] = a[rows] @ b[e]

@@ -220,54 +220,86 @@ def _each(call: Callable[[Any], object], read: Callable[[Any], Outputs]) -> Cont
     return Contender({name: functools.partial(call, config) for name, config in every}, read)
 
 
+def _interface() -> Any:
+    return importlib.import_module("quack.gemm_interface")
+
+
+def _gathered(of: Step) -> dict[str, Any]:
+    """Arguments of a gated product that gathers its rows."""
+    ends = of.order.expert_offsets
+    return {"activation": "swiglu", "cu_seqlens_m": ends, "A_idx": of.token, "tuned": False}
+
+
+def _gemm() -> Callable[..., object]:
+    tuned = _interface().gemm_tuned
+    return getattr(tuned, "fn", tuned)  # without its own tuning
+
+
+def _their_gate_up(of: Step, *, keep: bool) -> Contender:
+    run = functools.partial(_interface().gemm_act, store_preact=keep, **_gathered(of))
+    weight = interleaved(of.of.gate_up).mT  # [E, H, 2I]
+    return _each(
+        lambda config: run(of.of.x, weight, config=config),
+        lambda made: ({"pre": concatenated(made[0])} if keep else {}) | {"act": made[1]},
+    )
+
+
+def _their_dgate(of: Step) -> Contender:
+    run = functools.partial(
+        _interface().gemm_dact, colvec_scale=of.scale, colvec_reduce=True,
+        dynamic_scheduler=False, **_gathered(of),
+    )  # fmt: skip
+    pre = interleaved(of.pre)  # [S, 2I]
+
+    def read(made: tuple[Tensor, Tensor, Tensor]) -> Outputs:
+        d_pre, act, d_weights = made
+        return {
+            "d_pre": concatenated(d_pre), "act": act, "d_top_k_weights": d_weights.flatten(),
+        }  # fmt: skip
+
+    return _each(lambda config: run(of.of.d_out, of.of.down, pre, config=config), read)
+
+
+def _their_rows(of: Step, a: Tensor, weight: Tensor) -> Contender:
+    """Rows a [S, K] times each expert's weight [E, K, N]."""
+    gemm, ends = _gemm(), of.order.expert_offsets
+    rows = torch.empty(len(a), weight.shape[2], dtype=a.dtype, device=a.device)  # [S, N]
+    return _each(
+        lambda config: gemm(a, weight, rows, config=config, cu_seqlens_m=ends),
+        lambda _: {"rows": rows},
+    )
+
+
+def _their_gradient(of: Step, name: str, a: Tensor, b: Tensor, out: Tensor) -> Contender:
+    """The sum over each expert's rows of p^T q: p is gathered from a [T, M], q is b [S, N]. It goes
+    to out [E, M, N], a view of the gradient or the gradient itself."""
+    gemm, ends = _gemm(), of.order.expert_offsets
+    turned = name == "d_gate_up_proj"
+    return _each(
+        lambda config: gemm(a.T, b, out, config=config, cu_seqlens_k=ends, A_idx=of.token),
+        lambda _: {name: out.mT if turned else out},
+    )
+
+
 def _theirs(of: Step, name: str) -> Contender:
     """QuACK's call of one product.
 
     Raises:
         Exception: whatever the package does where it does not fit.
     """
-    quack = importlib.import_module("quack.gemm_interface")
-    gemm = getattr(quack.gemm_tuned, "fn", quack.gemm_tuned)  # without its own tuning
-    experts, rows_of, token = of.of, of.order.expert_offsets.clone(), of.token
-    act = {"activation": "swiglu", "cu_seqlens_m": rows_of, "A_idx": token, "tuned": False}
+    experts = of.of
     if name in ("gate_up", "gate_up, inference"):
-        weight = interleaved(experts.gate_up).transpose(1, 2)  # [E, H, 2I]
-        keep = name == "gate_up"
-        return _each(
-            lambda config: quack.gemm_act(
-                experts.x, weight, config=config, store_preact=keep, **act
-            ),
-            lambda made: ({"pre": concatenated(made[0])} if keep else {}) | {"act": made[1]},
-        )
+        return _their_gate_up(of, keep=name == "gate_up")
     if name == "dgate":
-        pre = interleaved(of.pre)
-        return _each(
-            lambda config: quack.gemm_dact(
-                experts.d_out, experts.down, pre, colvec_scale=of.scale, colvec_reduce=True,
-                config=config, dynamic_scheduler=False, **act,
-            ),
-            lambda made: {
-                "d_pre": concatenated(made[0]), "act": made[1],
-                "d_top_k_weights": made[2].flatten(),
-            },
-        )  # fmt: skip
-    if name in ("down", "d_hidden rows"):
-        a, weight = (of.act, experts.down.mT) if name == "down" else (of.d_pre, experts.gate_up)
-        rows = torch.empty(len(a), weight.shape[2], dtype=a.dtype, device=a.device)  # [S, H]
-        return _each(
-            lambda config: gemm(a, weight, rows, config=config, cu_seqlens_m=rows_of),
-            lambda _: {"rows": rows},
-        )
+        return _their_dgate(of)
+    if name == "down":
+        return _their_rows(of, of.act, experts.down.mT)
+    if name == "d_hidden rows":
+        return _their_rows(of, of.d_pre, experts.gate_up)
     if name == "d_gate_up_proj":
-        a, b, out = experts.x, of.d_pre, torch.empty_like(experts.gate_up)
-        to = out.mT  # [E, H, 2I]
-    else:
-        a, b, out = experts.d_out, of.weighted, torch.empty_like(experts.down)
-        to = out  # [E, H, I]
-    return _each(
-        lambda config: gemm(a.T, b, to, config=config, cu_seqlens_k=rows_of, A_idx=token),
-        lambda _: {name: out},
-    )
+        out = torch.empty_like(experts.gate_up).mT  # [E, H, 2I]
+        return _their_gradient(of, name, experts.x, of.d_pre, out)
+    return _their_gradient(of, name, experts.d_out, of.weighted, torch.empty_like(experts.down))
 
 
 # name -> its twin, and how many products of all rows with [H, I] it is
