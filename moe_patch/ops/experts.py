@@ -259,6 +259,9 @@ def fused_experts(
     activation = str(activation)
     if not torch.compiler.is_compiling():
         parse(activation)  # or raises
+    if not (type(hidden_states) is type(top_k_index) is type(top_k_weights) is Tensor):
+        hidden_states = _arrived(hidden_states)
+        top_k_index, top_k_weights = _arrived(top_k_index), _arrived(top_k_weights)
     (a, b), (down_a, down_b) = gate_up_low_rank or (None, None), down_low_rank or (None, None)
     gate_up = Projection(gate_up_proj, gate_up_bias, a, b, gate_up_scale_inv)
     down = Projection(down_proj, down_bias, down_a, down_b, down_scale_inv)
@@ -286,6 +289,13 @@ def fused_experts(
     else:
         out = forward.infer(x, gate_up, down, routing, activation)
     return out if out.dtype == hidden_states.dtype else out.to(hidden_states.dtype)
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """The result of a collective that may be under way (torch's AsyncCollectiveTensor, as experts
+    get it that are spread over ranks) once it is there: until then it has no memory. A copy,
+    because views do not wait."""
+    return tensor.clone() if hasattr(tensor, "trigger_wait") else tensor
 
 
 def _cast(projection: Projection, dtype: torch.dtype) -> Projection:

@@ -127,6 +127,39 @@ def test_empty_experts_and_dropped_ids(device, ids):
     assert not d_gate_up[ids].any()
 
 
+def test_results_of_collectives_under_way_are_waited_for(device):
+    """As transformers hands them to experts that are spread over ranks."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    arguments = moe(device, torch.float32, 9, 32, 16, 4, 2)
+    expected = run(arguments)
+    under_way = dict(arguments)
+    leaves = {n: arguments[n] for n in ("hidden_states", "top_k_weights")}
+    for name, leaf in leaves.items():
+        under_way[name] = _Waiting.apply(leaf)
+        assert type(under_way[name]) is AsyncCollectiveTensor
+    under_way["top_k_index"] = AsyncCollectiveTensor(arguments["top_k_index"])
+    out = fused_experts(**under_way)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(device)
+    grads = torch.autograd.grad(out, [*leaves.values()], d_out)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(grads[0], expected[1]) and torch.equal(grads[1], expected[4])
+    with torch.no_grad():
+        assert torch.equal(fused_experts(**under_way), expected[0])
+
+
+class _Waiting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        return AsyncCollectiveTensor(x.clone())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
 @pytest.mark.usefixtures("poison")
 def test_every_slot_dropped(device):
     arguments = moe(device, torch.float32, 9, 32, 16, 4, 2)
