@@ -26,7 +26,7 @@ FLOORS = tuple(
         "version starting notices versions compat switch output shapes checkpoint usage",
         "order activation precision paths",
         """formats formats.scaled formats.format formats.nf4 formats.mxfp4 formats.int4
-        formats.packed""",
+        formats.packed formats.checkpoints""",
         "reference",
         """kernels kernels.chips kernels.boxes kernels.launch kernels.interpreter kernels.table
         kernels.activate kernels.tiles kernels.weights kernels.topk kernels.sort_tokens

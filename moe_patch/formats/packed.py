@@ -46,7 +46,8 @@ class Packed:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Pack codes below 16, uint8 [..., K], into bytes [..., K / 2], the even k in the low half.
+    """Pack codes below 16, uint8 [..., K], into contiguous bytes [..., K / 2], even k in the low
+    half.
 
     Raises:
         TypeError: codes that are not uint8.
@@ -56,7 +57,7 @@ def pack(codes: Tensor) -> Tensor:
         raise TypeError(f"codes are {codes.dtype}: pass them as torch.uint8.")
     if codes.shape[-1] % 2:
         raise ValueError(f"{codes.shape[-1]} codes in a row: two make a byte, pad K to an even K.")
-    return codes[..., ::2] | codes[..., 1::2] << 4
+    return (codes[..., ::2] | codes[..., 1::2] << 4).contiguous()
 
 
 def unpack(packed: Tensor) -> Tensor:

@@ -288,4 +288,5 @@ def test_check_refuses(packed, error, says):
 
 def test_without_gradients_no_scale_wants_one():
     with torch.no_grad():
-        check_packed("w1", stack(scales=scales(2, 3, 2, requires_grad=True)))
+        packed = stack(scales=scales(2, 3, 2, requires_grad=True))
+        assert check_packed("w1", packed) is None
