@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activation import ACTS, Activation, parse
+from .formats import packed
+from .formats.packed import Packed
 from .order import ExpertOrder, max_tiles
 
 
@@ -241,10 +243,17 @@ def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
     return (x.to(scale.dtype) * scale).to(dtype)
 
 
+def _plain(weight: Tensor | Packed, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What a weight stands for; in `dtype`, if it is not plain."""
+    if isinstance(weight, Packed):
+        return packed.dequantize(weight, dtype)
+    return weight if scale is None else dequantize(weight, scale, dtype)
+
+
 def fused_experts(
     hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
+    gate_up_proj: Tensor | Packed,
+    down_proj: Tensor | Packed,
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
@@ -258,11 +267,10 @@ def fused_experts(
     down_scale_inv: Tensor | None = None,
 ) -> Tensor:
     """Twin of :func:`moe_patch.ops.experts.fused_experts`: a loop over experts, in their dtype
-    (FP8: in that of hidden_states, where dequantised weights are rounded to it)."""
-    if gate_up_scale_inv is not None:
-        dtype = hidden_states.dtype
-        gate_up_proj = dequantize(gate_up_proj, gate_up_scale_inv, dtype)
-        down_proj = dequantize(down_proj, down_scale_inv, dtype)
+    (FP8 and 4 bits: in that of hidden_states, where dequantised weights are rounded to it)."""
+    dtype = hidden_states.dtype
+    gate_up_proj = _plain(gate_up_proj, gate_up_scale_inv, dtype)
+    down_proj = _plain(down_proj, down_scale_inv, dtype)
     if gate_up_low_rank:
         gate_up_proj = gate_up_proj + gate_up_low_rank[1] @ gate_up_low_rank[0]
     if down_low_rank:

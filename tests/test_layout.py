@@ -29,10 +29,11 @@ FLOORS = tuple(
         formats.packed formats.checkpoints""",
         "reference",
         """kernels kernels.chips kernels.boxes kernels.launch kernels.interpreter kernels.table
-        kernels.activate kernels.tiles kernels.weights kernels.topk kernels.sort_tokens
-        kernels.groups kernels.combine kernels.quantize kernels.dequantize kernels.gate_up
-        kernels.dgate kernels.decode kernels.hopper kernels.hopper.ring kernels.hopper.gemm
-        kernels.hopper.dw kernels.hopper.fp8 kernels.grouped_gemm kernels.dw kernels.fp8_gemm
+        kernels.activate kernels.tiles kernels.widen kernels.packed kernels.weights kernels.topk
+        kernels.sort_tokens kernels.groups kernels.combine kernels.quantize kernels.dequantize
+        kernels.gate_up kernels.dgate kernels.decode kernels.hopper kernels.hopper.ring
+        kernels.hopper.gemm kernels.hopper.dw kernels.hopper.fp8 kernels.grouped_gemm kernels.dw
+        kernels.fp8_gemm
         kernels.ways""",
         """ops.operands ops.differentiable ops.accumulate ops.low_rank ops.routing ops.grouped
         ops.checks ops.fp8 ops.forward ops.backward ops.experts ops""",
@@ -75,8 +76,8 @@ ARROWS = {
     "precision": {"compat"},
     "paths": set(),
     "formats": set(),
-    "reference": {"activation", "order"},
-    "kernels": {"activation", "compat", "order", "precision", "versions"},
+    "reference": {"activation", "formats", "order"},
+    "kernels": {"activation", "compat", "formats", "order", "precision", "versions"},
     "ops": {
         "activation", "compat", "formats", "kernels", "kernels.*", "order", "paths", "reference",
     },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,12 +27,27 @@ class Packed:
     """uint8 [E, N, K / group]: the codes that stand for zero. int4 only; None: code 8."""
     format: str
     """A name in FORMATS."""
+    turned: bool = False
+    """Whether these are the transposes, weights [E, K, N], of the same tensors."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, N, K)."""
         experts, n, half = self.codes.shape
-        return experts, n, 2 * half
+        return (experts, 2 * half, n) if self.turned else (experts, n, 2 * half)
+
+    @property
+    def mT(self) -> Packed:  # noqa: N802 (as a Tensor's)
+        """The transposed weights, of the same memory."""
+        return replace(self, turned=not self.turned)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, experts: slice) -> Packed:
+        """Some of the experts, of the same memory."""
+        zeros = None if self.zeros is None else self.zeros[experts]
+        return replace(self, codes=self.codes[experts], scales=self.scales[experts], zeros=zeros)
 
     @property
     def group(self) -> int:
@@ -140,7 +155,8 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     wide = torch.promote_types(dtype, torch.float32)
     values = torch.tensor(find_format(packed.format).values, dtype=wide, device=packed.device)
-    weight = torch.empty(packed.shape, dtype=dtype, device=packed.device)  # [E, N, K]
+    experts, n, half = packed.codes.shape
+    weight = torch.empty(experts, n, 2 * half, dtype=dtype, device=packed.device)
     for expert, packed_codes in enumerate(packed.codes):
         codes = unpack(packed_codes).unflatten(-1, (-1, packed.group))  # [N, K / group, group]
         if packed.zeros is None:
@@ -148,7 +164,7 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
         else:
             steps = codes.to(wide) - packed.zeros[expert, ..., None].to(wide)
         weight[expert] = (steps * packed.scales[expert, ..., None].to(wide)).flatten(-2)
-    return weight
+    return weight.mT if packed.turned else weight
 
 
 def check_packed(name: str, packed: Packed) -> None:

@@ -13,10 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats.packed import Packed
 from .activate import gate_of, glu
 from .launch import Launch, power_of_two
-from .tiles import INTERPRET, NO_SCALES, Layout
-from .weights import _BLOCK, BLOCK, readable, widen, widen_scale
+from .packed import in_groups
+from .tiles import INTERPRET, Layout
+from .weights import _BLOCK, BLOCK, Weight, weight_operand
+from .widen import readable, widen, widen_scale
 
 
 @triton.jit
@@ -52,8 +55,24 @@ def _products(
 
 
 @triton.jit
+def _packed_products(
+    weight, expert, rows, inside, a, k0, END, LAYOUT: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Sums [BN, PARTS] over the groups that share a scale, of a [BK] times `rows` [BN] of the
+    expert's weight in 4 bits, at its column k0 of END."""
+    k = k0 // 2 + tl.arange(0, BK // 2)
+    at = weight.data + expert * LAYOUT.stride_e + rows[:, None] * LAYOUT.stride_n + k[None, :]
+    codes = tl.load(at, mask=inside[:, None] & (k[None, :] < END // 2), other=0)
+    value, scale = in_groups(
+        codes, weight, expert, rows, inside, k0, END, LAYOUT, LAYOUT.scale_n, LAYOUT.scale_k
+    )
+    return tl.sum(value * a.reshape(1, PARTS, BK // PARTS), axis=2) * scale
+
+
+@triton.jit
 def decode_gate_up_kernel(
-    x, x_scale, w, scales, bias, index, slot_weight, act,
+    x, x_scale, w, scales, zeros, table, bias, index, slot_weight, act,
     LAYOUT: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_XS: tl.constexpr, STRIDE_XG: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
@@ -71,27 +90,37 @@ def decode_gate_up_kernel(
         m = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
         token = (slot // TOP_K).to(tl.int64)
         row = x + token * STRIDE_X
-        rows = w + expert * LAYOUT.stride_e + m[:, None] * LAYOUT.stride_n
-        if scales is not None:
-            scales += expert * LAYOUT.scale_e
+        weight = Weight(w, scales, zeros, table)
+        if LAYOUT.format == "":
+            rows = w + expert * LAYOUT.stride_e + m[:, None] * LAYOUT.stride_n
+            if scales is not None:
+                scales += expert * LAYOUT.scale_e
         if x_scale is not None:
             x_scale += token * STRIDE_XS
         gate = tl.zeros([WIDTH, PARTS], dtype=tl.float32)
         up = tl.zeros([BN, PARTS], dtype=tl.float32)
         for k0 in tl.range(0, H, BK, num_stages=STAGES):
             k = k0 + tl.arange(0, BK)
-            at = rows + k[None, :] * LAYOUT.stride_k
-            gates = _weights(at, m, k, END, H, WIDTH, BK)
-            if GATE.form == "concatenated":
-                ups = _weights(at + I * LAYOUT.stride_n, n, k, I, H, BN, BK)
             a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)
-            gate += _products(
-                gates, scales, a, x_scale, m, k0, END, H, LAYOUT, STRIDE_XG, 0, WIDTH, BK, PARTS
-            )
-            if GATE.form == "concatenated":
-                up += _products(
-                    ups, scales, a, x_scale, n, k0, I, H, LAYOUT, STRIDE_XG, I, BN, BK, PARTS
+            if LAYOUT.format != "":
+                gate += _packed_products(
+                    weight, expert, m, m < END, a, k0, H, LAYOUT, WIDTH, BK, PARTS
                 )
+                if GATE.form == "concatenated":
+                    up += _packed_products(
+                        weight, expert, I + n, n < I, a, k0, H, LAYOUT, BN, BK, PARTS
+                    )
+            else:
+                at = rows + k[None, :] * LAYOUT.stride_k
+                gates = _weights(at, m, k, END, H, WIDTH, BK)
+                gate += _products(
+                    gates, scales, a, x_scale, m, k0, END, H, LAYOUT, STRIDE_XG, 0, WIDTH, BK, PARTS
+                )
+                if GATE.form == "concatenated":
+                    ups = _weights(at + I * LAYOUT.stride_n, n, k, I, H, BN, BK)
+                    up += _products(
+                        ups, scales, a, x_scale, n, k0, I, H, LAYOUT, STRIDE_XG, I, BN, BK, PARTS
+                    )
         scale = tl.load(slot_weight + slot).to(tl.float32) if WEIGHT_ON_INPUT else 1.0
         gate, up = tl.sum(gate, axis=1) * scale, tl.sum(up, axis=1) * scale
         if BIAS:
@@ -109,7 +138,7 @@ def decode_gate_up_kernel(
 
 @triton.jit
 def decode_down_kernel(
-    act, w, scales, bias, index, slot_weight, out,
+    act, w, scales, zeros, table, bias, index, slot_weight, out,
     LAYOUT: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr,
@@ -130,17 +159,25 @@ def decode_down_kernel(
         width, height = tl.where(live, I, 0), tl.where(live, H, 0)  # loads nothing where dropped
         k0 = step % STEPS * BK
         k = k0 + tl.arange(0, BK)
-        at = w + expert * LAYOUT.stride_e + n[:, None] * LAYOUT.stride_n
-        at += k[None, :] * LAYOUT.stride_k
-        weights = tl.load(at, mask=(n[:, None] < H) & (k[None, :] < width), other=0.0)
         a = tl.load(act + slot * I + k, mask=k < width, other=0.0)
         if WEIGHTED:
             scale = tl.load(slot_weight + slot, mask=live, other=0.0).to(tl.float32)
             a *= scale
-        own = scales
-        if scales is not None:
-            own += expert * LAYOUT.scale_e
-        acc += _products(weights, own, a, None, n, k0, height, width, LAYOUT, 0, 0, BN, BK, PARTS)
+        if LAYOUT.format != "":
+            weight = Weight(w, scales, zeros, table)
+            acc += _packed_products(
+                weight, expert, n, n < height, a, k0, width, LAYOUT, BN, BK, PARTS
+            )
+        else:
+            at = w + expert * LAYOUT.stride_e + n[:, None] * LAYOUT.stride_n
+            at += k[None, :] * LAYOUT.stride_k
+            weights = tl.load(at, mask=(n[:, None] < H) & (k[None, :] < width), other=0.0)
+            own = scales
+            if scales is not None:
+                own += expert * LAYOUT.scale_e
+            acc += _products(
+                weights, own, a, None, n, k0, height, width, LAYOUT, 0, 0, BN, BK, PARTS
+            )
         if BIAS:
             value = tl.load(bias + expert * H + n, mask=(n < height) & (k0 == 0), other=0.0)
             value = value.to(tl.float32)
@@ -151,24 +188,25 @@ def decode_down_kernel(
     tl.store(at, value.to(out.dtype.element_ty), mask=n < H)
 
 
-def decodes(top_k_index: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> bool:
+def decodes(top_k_index: Tensor, gate_up_proj: Tensor | Packed, down_proj: Tensor | Packed) -> bool:
     """Whether the slots are so few that their experts hardly repeat and a sort would not pay."""
     tokens, top_k = top_k_index.shape
     few = tokens == 1 or 4 * tokens * top_k <= gate_up_proj.shape[0]
+    if isinstance(gate_up_proj, Packed):
+        return tokens > 0 and few
     by_rows = 1 in gate_up_proj.stride()[1:] and 1 in down_proj.stride()[1:]
     return tokens > 0 and few and by_rows
 
 
-def _block(
-    size: int, k: int, strides: tuple[int, int, int], *, down: bool, scaled: bool
-) -> dict[str, int]:
+def _block(size: int, k: int, stride_k: int, *, down: bool, group: int) -> dict[str, int]:
     """A program's columns, the block of its reduction, the sums it keeps of that, its warps, and
-    how many blocks are on their way; from docs/kernels.md's sweep."""
+    how many blocks are on their way; from docs/kernels.md's sweep. `group` of the reduction share a
+    scale; 0: there is none."""
     k, stages = power_of_two(k), 1
     if INTERPRET:
-        bn, bk, warps = 16, 64, 4
-    elif strides[2] != 1:
-        wide = 1 if down or scaled else 2
+        bn, bk, warps = 16, max(64, group), 4
+    elif stride_k != 1:
+        wide = 1 if down or group else 2
         bn, bk, warps = wide * 64 // size, min((1024 if down else wide * 256) // size, k), 8
     elif down:
         bk = min(2048 // size, k)
@@ -177,14 +215,14 @@ def _block(
     else:
         bn, bk, warps = {1: (4, 512, 4), 2: (1, 1024, 8), 4: (2, 512, 4)}[size]
         bk = min(bk, k)
-    parts = max(1, bk // BLOCK) if scaled else bk
+    parts = max(1, bk // group) if group else bk
     return {"BN": bn, "BK": bk, "PARTS": parts, "STAGES": stages, "num_warps": warps}
 
 
 def decode(
     x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
+    gate_up_proj: Tensor | Packed,
+    down_proj: Tensor | Packed,
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
@@ -201,27 +239,21 @@ def decode(
     tokens, hidden = x.shape
     top_k = top_k_index.shape[1]
     inner = down_proj.shape[2]
+    first = weight_operand(gate_up_proj, gate_up_scale)
+    second = weight_operand(down_proj, down_scale)
     gate_up, down = _launches(
         hidden, inner, down_proj.shape[0], top_k, weight_on_input, activation,
-        gate_up_bias is not None, down_bias is not None,
-        gate_up_proj.element_size(),
+        gate_up_bias is not None, down_bias is not None, first.data.element_size(),
         (x.stride(0), 0, 0) if x_scale is None else (x.stride(0), *x_scale.stride()),
-        gate_up_proj.stride(), down_proj.stride(),
-        None if gate_up_scale is None else gate_up_scale.stride(),
-        None if down_scale is None else down_scale.stride(),
+        first.layout, second.layout,
     )  # fmt: skip
-    if gate_up_scale is not None:
-        gate_up_proj, down_proj = readable(gate_up_proj), readable(down_proj)
-        gate_up_scale, down_scale = readable(gate_up_scale), readable(down_scale)
     act = x.new_empty((tokens * top_k, inner), dtype=torch.float32)
     out = x.new_empty(x.shape, dtype=x.dtype if x_scale is None else torch.bfloat16)
     grid = (-(-inner // gate_up.constants["BN"]), tokens * top_k)
     x = x if x_scale is None else readable(x)
-    gate_up(
-        grid, x, x_scale, gate_up_proj, gate_up_scale, gate_up_bias, top_k_index, top_k_weights, act
-    )
+    gate_up(grid, x, x_scale, *first[:-1], gate_up_bias, top_k_index, top_k_weights, act)
     grid = (-(-hidden // down.constants["BN"]), tokens)
-    down(grid, act, down_proj, down_scale, down_bias, top_k_index, top_k_weights, out)
+    down(grid, act, *second[:-1], down_bias, top_k_index, top_k_weights, out)
     return out
 
 
@@ -237,23 +269,20 @@ def _launches(
     down_bias: bool,
     itemsize: int,
     x_strides: tuple[int, int, int],
-    *strides: tuple[int, int, int] | None,
+    gate_up: Layout,
+    down: Layout,
 ) -> tuple[Launch, Launch]:
-    """Of the two kernels; `strides` of both weights and of both scales."""
+    """Of the two kernels."""
     sizes = {"H": hidden, "I": inner, "E": experts, "TOP_K": top_k}
-    gate_up, down = (
-        Layout(*weight, *(scale or NO_SCALES), tma=False, k_major=weight[2] == 1)
-        for weight, scale in zip(strides[:2], strides[2:])
-    )
-    scaled = strides[2] is not None
-    block = _block(itemsize, hidden, strides[0], down=False, scaled=scaled)
+    group = gate_up.group or (BLOCK if gate_up.scale_e else 0)
+    block = _block(itemsize, hidden, gate_up.stride_k, down=False, group=group)
     first = Launch(
         decode_gate_up_kernel,
         **dict(zip(("STRIDE_X", "STRIDE_XS", "STRIDE_XG"), x_strides)),
         LAYOUT=gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
         BIAS=gate_up_bias, GATE=gate_of(activation), **block,
     )  # fmt: skip
-    block = _block(itemsize, inner, strides[1], down=True, scaled=scaled)
+    block = _block(itemsize, inner, down.stride_k, down=True, group=group)
     second = Launch(
         decode_down_kernel,
         LAYOUT=down, **sizes, KP=power_of_two(top_k), WEIGHTED=not weight_on_input,

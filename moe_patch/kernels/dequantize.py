@@ -1,4 +1,4 @@
-"""FP8 weights with block scales, widened a few experts at a time.
+"""Weights of 8 or 4 bits, widened a few experts at a time.
 
 The kernels of `weights.py` widen a tile for every row tile that meets it. Where an expert has many
 rows that costs more than writing its weights out once and reading them at full speed.
@@ -6,19 +6,23 @@ rows that costs more than writing its weights out once and reading them at full 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats.packed import Packed
 from ..order import ExpertOrder
 from .groups import group_tiles
 from .launch import cdiv, launches
+from .packed import load_packed
 from .tiles import LowRank
-from .weights import _BLOCK, BLOCK, readable, widen, widen_scale
+from .weights import _BLOCK, BLOCK, Weight, weight_operand
+from .widen import readable, widen, widen_scale
 
 ROWS = 512
 """An expert's, from which on it pays."""
@@ -44,13 +48,35 @@ def dequantize_kernel(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def unpack_kernel(
+    codes, scales, zeros, table, out,
+    LAYOUT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """codes [E, N, K / 2] and out [E, N, K], contiguous."""
+    expert, n0, k0 = tl.program_id(2), tl.program_id(0) * BN, tl.program_id(1) * BK
+    weight = Weight(codes, scales, zeros, table)
+    value = load_packed(weight, expert, n0, k0, LAYOUT, N, K, BN, BK, 1).T
+    n, k = n0 + tl.arange(0, BN), k0 + tl.arange(0, BK)
+    at = out + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
+    tl.store(at, value.to(out.dtype.element_ty), mask=(n[:, None] < N) & (k[None, :] < K))
+
+
 _launches = launches(dequantize_kernel)
+_unpacks = launches(unpack_kernel)
 
 
-def dequantize(weight: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """Writes weight e4m3 [E, N, K] times the scales [E, ceil(N / 128), ceil(K / 128)] of its blocks
-    into `out`, both contiguous, and returns it."""
+def dequantize(weight: Tensor | Packed, scale: Tensor | None, out: Tensor) -> Tensor:
+    """Writes what a weight [E, N, K] stands for into `out`, and returns it; both are contiguous.
+
+    It is 4 bits wide, or e4m3 with scales [E, ceil(N / 128), ceil(K / 128)] of its blocks.
+    """
     experts, n, k = weight.shape
+    if isinstance(weight, Packed):
+        operand = weight_operand(weight, None, 16, 128)
+        start = _unpacks(LAYOUT=operand.layout, N=n, K=k, BN=16, BK=128, num_warps=4)
+        start((cdiv(n, 16), cdiv(k, 128), experts), *operand[:-1], out)
+        return out
     scale_e, scale_n, scale_k = scale.stride()
     start = _launches(
         SCALE_E=scale_e, SCALE_N=scale_n, SCALE_K=scale_k, N=n, K=k, BN=32, num_warps=4
@@ -59,30 +85,54 @@ def dequantize(weight: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+class Part(NamedTuple):
+    """What kernels multiply by in one launch, for some of the experts."""
+
+    weight: Tensor | Packed
+    scale: Tensor | None
+    bias: Tensor | None
+    low_rank: LowRank | None
+    order: ExpertOrder
+    """Of the rows that are theirs."""
+
+
 def few_at_a_time(
-    weight: Tensor,
+    weight: Tensor | Packed,
     scale: Tensor | None,
     order: ExpertOrder,
     dtype: torch.dtype,
     low_rank: LowRank | None = None,
-) -> Iterator[tuple[Tensor, Tensor | None, ExpertOrder]]:
-    """What kernels multiply one after the other for all rows of `order`: (weight, its scales or
-    None, the order of the rows that it is for). Of FP8 experts with many rows a few in `dtype`, in
-    memory that the next ones overwrite; else, or with an update of all, everything as it is."""
+    bias: Tensor | None = None,
+    *,
+    backward: bool = True,
+) -> Iterable[Part]:
+    """What kernels multiply by, one after the other, for all rows of `order`. Of experts in 8 or 4
+    bits with many rows a few in `dtype`, in memory that the next ones overwrite; else everything
+    as it is. FP8 weights with an update, and those of a forward, are left as they are."""
+    everything = Part(weight, scale, bias, low_rank, order)
+    if order.row_to_slot.numel() < ROWS * weight.shape[0]:
+        return (everything,)
+    fp8 = scale is not None and weight.is_contiguous() and low_rank is None
+    if isinstance(weight, Packed) or (fp8 and backward):
+        return _widened(everything, dtype)
+    return (everything,)
+
+
+def _widened(everything: Part, dtype: torch.dtype) -> Iterator[Part]:
+    weight, scale, bias, low_rank, order = everything
     (experts, n, k), slots = weight.shape, order.row_to_slot.numel()
-    few = slots < ROWS * experts or low_rank is not None
-    if scale is None or few or not weight.is_contiguous():
-        yield weight, scale, order
-        return
     share = max(1, min(experts, BYTES // (n * k * dtype.itemsize)))
     share = next(s for s in range(share, 0, -1) if experts % s == 0)  # equal: so are their tiles
-    whole = weight.new_empty(share, n, k, dtype=dtype)
+    whole = torch.empty(share, n, k, dtype=dtype, device=weight.device)
     numel = ExpertOrder.numel(slots, share, order.block_m)
     for first in range(0, experts, share):
         part = slice(first, first + share)
-        dequantize(weight[part], scale[part], whole)
+        dequantize(weight[part], None if scale is None else scale[part], whole)
         offsets = order.expert_offsets[first : first + share + 1]
         buffer = offsets.new_empty(numel)
         tiles = group_tiles(offsets, slots, order.block_m, buffer)
         rows = {"row_to_slot": order.row_to_slot, "slot_to_row": order.slot_to_row}
-        yield whole, None, replace(tiles, **rows)
+        yield Part(
+            whole, None, None if bias is None else bias[part],
+            None if low_rank is None else low_rank[part], replace(tiles, **rows),
+        )  # fmt: skip

@@ -17,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activation import parse
+from ..formats.packed import Packed
 from ..order import ExpertOrder
 from .activate import glu
 from .tiles import (
-    NO_SCALES,
     NO_UPDATE,
-    W8,
     LowRank,
     Update,
     choose,
@@ -33,7 +32,7 @@ from .tiles import (
     low_rank_out,
     place,
 )
-from .weights import Weight, readable, weight_dot, weight_operand
+from .weights import Weight, suffix, weight_dot, weight_operand
 
 
 class Rows(NamedTuple):
@@ -125,7 +124,7 @@ def _epilogues(
 
 @triton.jit
 def dgate_kernel(
-    d_out, w, scales, slot_weight, pre, d_pre, act, d_scale, low_a, low_b, low_side,
+    d_out, w, scales, zeros, table, slot_weight, pre, d_pre, act, d_scale, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     LAYOUT: tl.constexpr, STRIDE_X: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
@@ -147,7 +146,7 @@ def dgate_kernel(
     slot = tl.load(row_to_slot + rows, mask=mask, other=0)
     d_rows = d_out + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X
 
-    weight, update = Weight(w, scales), Update(low_a, low_b, low_side)
+    weight, update = Weight(w, scales, zeros, table), Update(low_a, low_b, low_side)
     n0 = column * BN
     acc = tl.zeros([BM, BN], dtype=tl.float32)
     if R > 0:
@@ -173,7 +172,7 @@ _launches = launches(dgate_kernel)
 
 def dgate(
     d_out: Tensor,
-    down_proj: Tensor,
+    down_proj: Tensor | Packed,
     order: ExpertOrder,
     slot_weight: Tensor,
     pre: Tensor,
@@ -197,9 +196,15 @@ def dgate(
     """
     slots, (experts, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
     dtype, device = d_out.dtype, d_out.device
-    name = "dgate" if scale is None else "dgate" + W8
     tile = choose(
-        name, order.block_m, slots // experts, inner, hidden, dtype, device, low_rank is not None
+        "dgate" + suffix(down_proj, scale),
+        order.block_m,
+        slots // experts,
+        inner,
+        hidden,
+        dtype,
+        device,
+        low_rank is not None,
     )
     columns = -(-inner // tile.bn)
     d_pre, act, d_scale = into or (
@@ -209,23 +214,19 @@ def dgate(
     )
     if slots == 0:
         return d_pre, act, d_scale
-    weight = down_proj.transpose(1, 2)  # [E, N = I, K = H]
-    weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
-    scales, scale_strides = None, NO_SCALES
-    if scale is not None:
-        scale = scale.transpose(1, 2)
-        scales, scale_strides = readable(scale), scale.stride()
+    turned = None if scale is None else scale.mT
+    operand = weight_operand(down_proj.mT, turned, tile.bn, tile.bk)  # [E, N = I, K = H]
     parts = 1 if tile.bn < 64 else 8 if parse(activation).form == "interleaved" else 4
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
-        weight.stride(), scale_strides, tma, k_major, low_rank.rank if low_rank else 0, activation,
+        operand.layout, low_rank.rank if low_rank else 0, activation,
         STRIDE_X=d_out.stride(0), H=hidden, I=inner, TOP_K=slots // d_out.shape[0],
         WEIGHT_ON_INPUT=weight_on_input,
         NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale, PARTS=parts,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * columns,),
-        d_out, weights, scales, slot_weight, pre, d_pre, act, d_scale,
+        d_out, *operand[:-1], slot_weight, pre, d_pre, act, d_scale,
         *((low_rank.a, low_rank.b, low_rank.side) if low_rank else NO_UPDATE),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

@@ -8,12 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activation import parse
+from ..formats.packed import Packed
 from ..order import ExpertOrder
 from .activate import glu
 from .tiles import (
-    NO_SCALES,
     NO_UPDATE,
-    W8,
     LowRank,
     Update,
     choose,
@@ -24,12 +23,12 @@ from .tiles import (
     low_rank_out,
     place,
 )
-from .weights import Weight, readable, weight_dot, weight_operand
+from .weights import Weight, suffix, weight_dot, weight_operand
 
 
 @triton.jit
 def gate_up_kernel(
-    x, w, scales, bias, slot_weight, pre, act, low_a, low_b, low_side,
+    x, w, scales, zeros, table, bias, slot_weight, pre, act, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     LAYOUT: tl.constexpr, STRIDE_X: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
@@ -52,7 +51,7 @@ def gate_up_kernel(
     slot = tl.load(row_to_slot + rows, mask=mask, other=0)
     x_rows = x + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X
 
-    weight, update = Weight(w, scales), Update(low_a, low_b, low_side)
+    weight, update = Weight(w, scales, zeros, table), Update(low_a, low_b, low_side)
     n0 = column * BN
     WIDTH: tl.constexpr = BN if GATE.form == "ungated" else 2 * BN
     INNER: tl.constexpr = I if GATE.form == "ungated" else 2 * I
@@ -135,7 +134,7 @@ _launches = launches(gate_up_kernel)
 
 def gate_up(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Packed,
     order: ExpertOrder,
     slot_weight: Tensor,
     *,
@@ -145,6 +144,7 @@ def gate_up(
     scale: Tensor | None = None,
     bias: Tensor | None = None,
     low_rank: LowRank | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(act [S, I], pre [S, 2I] or empty) of x [T, H] and weight [E, 2I, H], rows in expert order.
     I instead of 2I where the activation is ungated. `bias` [E, 2I] is contiguous; `scale`
@@ -152,37 +152,46 @@ def gate_up(
 
     `slot_weight` [T, K] multiplies the input rows when `weight_on_input` (Llama4); `pre` is the
     projection without it. Rows of dropped slots are not written. With `low_rank` the weight is
-    weight[e] + B[e] A[e].
+    weight[e] + B[e] A[e]. `into` is what an earlier call for other rows returned: these are
+    written there.
     """
     slots, (experts, width, hidden) = order.row_to_slot.numel(), weight.shape
     form = parse(activation).form
     inner = width if form == "ungated" else width // 2
-    act = x.new_empty(slots, inner)
-    pre = x.new_empty((slots, width) if save_pre else (0,))
+    act, pre = into or (
+        x.new_empty(slots, inner),
+        x.new_empty((slots, width) if save_pre else (0,)),
+    )
     if slots == 0:
         return act, pre
     dtype, device = x.dtype, x.device
     name = "gemm" if form == "ungated" else "gate_up"
-    name = name if scale is None else name + W8
     tile = choose(
-        name, order.block_m, slots // experts, inner, hidden, dtype, device, low_rank is not None
+        name + suffix(weight, scale),
+        order.block_m,
+        slots // experts,
+        inner,
+        hidden,
+        dtype,
+        device,
+        low_rank is not None,
     )
-    turned = form == "concatenated" and weight.stride(2) != 1
+    packed = isinstance(weight, Packed)
+    turned = form == "concatenated" and not packed and weight.stride(2) != 1
     halves = 2 if form == "concatenated" and not turned else 1
     columns = 2 * tile.bn if form == "interleaved" else tile.bn
     begins = (inner,) if turned else ()  # the second half's boxes
-    weights, tma, k_major = weight_operand(weight, columns, tile.bk, halves=halves, begins=begins)
-    one_dot = not (turned and tma)
+    operand = weight_operand(weight, scale, columns, tile.bk, halves=halves, begins=begins)
+    one_dot = not (turned and operand.layout.tma)
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
-        weight.stride(), NO_SCALES if scale is None else scale.stride(), tma, k_major,
-        low_rank.rank if low_rank else 0, activation,
+        operand.layout, low_rank.rank if low_rank else 0, activation,
         STRIDE_X=x.stride(0), H=hidden, I=inner, TOP_K=slots // x.shape[0],
         WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre, BIAS=bias is not None, ONE_DOT=one_dot,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * -(-inner // tile.bn),),
-        x, weights, scale if scale is None else readable(scale), bias, slot_weight, pre, act,
+        x, *operand[:-1], bias, slot_weight, pre, act,
         *((low_rank.a, low_rank.b, low_rank.side) if low_rank else NO_UPDATE),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

@@ -9,15 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips
 from .boxes import box, gluon_box
 from .launch import Launch, cdiv
 from .tiles import (
-    NO_SCALES,
     NO_UPDATE,
     ROLES,
-    W8,
     LowRank,
     Tile,
     Update,
@@ -30,12 +29,12 @@ from .tiles import (
     place,
     without_roles,
 )
-from .weights import Weight, readable, weight_dot, weight_operand
+from .weights import Weight, suffix, weight_dot, weight_operand
 
 
 @triton.jit
 def grouped_gemm_kernel(
-    x, w, scales, bias, out, low_a, low_b, low_side,
+    x, w, scales, zeros, table, bias, out, low_a, low_b, low_side,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     LAYOUT: tl.constexpr, STRIDE_X: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, BIAS: tl.constexpr, X_TMA: tl.constexpr,
@@ -60,7 +59,7 @@ def grouped_gemm_kernel(
         source = slot // GATHER if GATHER > 0 else tl.where(mask, rows, first)
         x_rows = x + source.to(tl.int64)[:, None] * STRIDE_X
 
-    weight, update = Weight(w, scales), Update(low_a, low_b, low_side)
+    weight, update = Weight(w, scales, zeros, table), Update(low_a, low_b, low_side)
     n0 = column * BN
     acc = tl.zeros([BM, BN], dtype=tl.float32)
     if R > 0:
@@ -123,7 +122,7 @@ def _on_hopper(x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, tile:
 
 def grouped_gemm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Packed,
     order: ExpertOrder,
     *,
     gather: int = 0,
@@ -144,25 +143,24 @@ def grouped_gemm(
         return out
     (experts, n, k), dtype = weight.shape, x.dtype
     rows = order.row_to_slot.numel() // experts
-    name = "gemm" if scale is None else "gemm" + W8
+    name = "gemm" + suffix(weight, scale)
     tile = choose(name, order.block_m, rows, n, k, dtype, x.device, low_rank is not None)
     if tile.warps == ROLES:
         as_it_lies = not (gather or scatter) and bias is None
         if as_it_lies and _on_hopper(x, weight, order, out, tile):
             return out
         tile = without_roles(tile, 4)
-    weights, tma, k_major = weight_operand(weight, tile.bn, tile.bk)
+    operand = weight_operand(weight, scale, tile.bn, tile.bk)
     rows_in, x_tma = (x, False) if gather else box(x, (tile.bm, tile.bk))
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
-        weight.stride(), NO_SCALES if scale is None else scale.stride(), tma, k_major,
-        low_rank.rank if low_rank else 0, None,
+        operand.layout, low_rank.rank if low_rank else 0, None,
         STRIDE_X=x.stride(0), N=n, K=k, GATHER=gather, SCATTER=scatter, BIAS=bias is not None,
         X_TMA=x_tma,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * -(-n // tile.bn),),
-        rows_in, weights, scale if scale is None else readable(scale), bias, out,
+        rows_in, *operand[:-1], bias, out,
         *((low_rank.a, low_rank.b, low_rank.side) if low_rank else NO_UPDATE),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

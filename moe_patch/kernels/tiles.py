@@ -26,8 +26,8 @@ from .launch import Launch, power_of_two
 INTERPRET: bool = interpreted()
 if INTERPRET:
     interpreter.quicken()
-W8 = "_w8"
-"""Ends the names of kernels that read FP8 weights, with rows of another dtype."""
+W8, W4 = "_w8", "_w4"
+"""End the names of kernels that read weights of 8 and of 4 bits, with rows of another dtype."""
 ROLES = 12
 """Warps of a tile of the kernels in hopper/: two warpgroups multiply, the third loads."""
 
@@ -60,15 +60,15 @@ def loaded(kernel: str, tile: Tile) -> int:
 
 
 def step(kernel: str, tile: Tile, itemsize: int) -> int:
-    """Bytes that it loads at one. `itemsize` is the rows'; weights of kernels `*_w8` have one."""
-    weights = 1 if kernel.endswith(W8) else itemsize
-    return (tile.bm * itemsize + loaded(kernel, tile) * weights) * tile.bk
+    """Bytes that it loads at one. `itemsize` is the rows', and that of plain weights."""
+    bits = 8 if kernel.endswith(W8) else 4 if kernel.endswith(W4) else 8 * itemsize
+    return (tile.bm * itemsize * 8 + loaded(kernel, tile) * bits) * tile.bk // 8
 
 
 def held(kernel: str, tile: Tile, itemsize: int, shared: int) -> int:
     """Return how many of its steps the shared memory holds at a time."""
     room = shared - 4096
-    if kernel.endswith(W8):  # widened weights lie beside those that come
+    if kernel.endswith((W8, W4)):  # widened weights lie beside those that come
         room -= loaded(kernel, tile) * tile.bk * itemsize
     return room // step(kernel, tile, itemsize)
 
@@ -106,7 +106,7 @@ def choose(
     low_rank: bool = False,
 ) -> Tile:
     """Configuration of `kernel` (gate_up, gemm, dgate, dw, dw_gathered; the first three with `W8`
-    for FP8 weights): measured, or `heuristic`. `dtype` is that of the rows.
+    or `W4` for such weights): measured, or `heuristic`. `dtype` is that of the rows.
 
     For `rows` rows an expert (mean), N = n columns and a reduction over K = k; dw reduces over the
     rows, and its k is M. `low_rank`: with an update. The user's table goes before the shipped one.
@@ -177,7 +177,7 @@ def heuristic(product: Product) -> Tile:
     chip = chips.chip(device)
     if INTERPRET:
         return Tile(bm, 32, 32, 4, 1)
-    if kernel.endswith(W8):  # products meet their scale beside the accumulator: half the columns
+    if kernel.endswith((W8, W4)):  # a scaled product, or widened weights, beside the accumulator
         halves = 2 if kernel.startswith("gate_up") else 1
         if dtype == torch.float32:
             tile = Tile(bm, 32 // halves, 32, 4, 3)
@@ -223,7 +223,8 @@ def without_roles(tile: Tile, stages: int) -> Tile:
 
 
 class Layout(NamedTuple):
-    """How a kernel reads a logical [E, N, K] weight and its scales, as one constant."""
+    """How a kernel reads a logical [E, N, K] weight and its scales, as one constant. Of weights in
+    4 bits the strides count bytes of two codes."""
 
     stride_e: int
     stride_n: int
@@ -234,6 +235,12 @@ class Layout(NamedTuple):
     tma: bool
     """The weight is a TMA descriptor, K-major or N-major; else a pointer."""
     k_major: bool
+    format: str = ""
+    """Of weights in 4 bits, which lie two a byte along K if K-major, else along N."""
+    group: int = 0
+    """How many of those share a scale."""
+    ptx: bool = False
+    """Their values are looked up in the registers of a warp, by PTX."""
 
 
 class Tiling(NamedTuple):
@@ -267,10 +274,7 @@ def launches(kernel: Any) -> Callable[..., Launch]:
         tile: Tile,
         dtype: torch.dtype,
         precision: str,
-        weight_strides: tuple[int, int, int],
-        scale_strides: tuple[int, int, int],
-        tma: bool,
-        k_major: bool,
+        layout: Layout,
         rank: int,
         activation: str | None,
         **constants: Any,
@@ -280,7 +284,7 @@ def launches(kernel: Any) -> Callable[..., Launch]:
         upcast = INTERPRET and dtype == torch.bfloat16
         return Launch(
             kernel, **constants,
-            LAYOUT=Layout(*weight_strides, *scale_strides, tma, k_major),
+            LAYOUT=layout,
             R=rank, RP=max(16, power_of_two(max(rank, 1))),
             TILE=Tiling(tile.bm, tile.bn, tile.bk, tile.group_m, upcast, precision),
             num_warps=tile.warps, num_stages=tile.stages,
@@ -304,6 +308,10 @@ class LowRank:
     def rank(self) -> int:
         """R."""
         return self.a.shape[1]
+
+    def __getitem__(self, experts: slice) -> LowRank:
+        """Of these experts' weights."""
+        return LowRank(self.a[experts], self.b[experts], self.side)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -4,70 +4,68 @@ They have the rows' dtype, or they are FP8: e4m3 in blocks of 128 x 128, each wi
 float32 or e8m0. Those are widened to the rows' dtype, which is exact, and the scale of a block
 multiplies its product in float32, so that no scaled weight is rounded or stored. Scales are logical
 [E, ceil(N / 128), ceil(K / 128)], with any strides, too.
+
+Or they have 4 bits; `packed.py` reads those.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import chips
+from ..formats.packed import Packed
+from . import packed
 from .boxes import box
-from .tiles import dot
+from .packed import load_packed
+from .tiles import NO_SCALES, W4, W8, Layout, dot
+from .widen import readable, widen, widen_scale
 
 BLOCK = 128
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
 
-def readable(weight: Tensor) -> Tensor:
-    """What a kernel is given: e4m3 as its bits where the chip cannot convert it, e8m0 always."""
-    if weight.dtype == torch.float8_e8m0fnu:
-        return weight.view(torch.uint8)
-    if weight.dtype == torch.float8_e4m3fn and not chips.chip(weight.device).fp8:
-        return weight.view(torch.uint8)
-    return weight
+class Operand(NamedTuple):
+    """A weight as a kernel's arguments, and the constant that says how it lies."""
+
+    data: Any
+    """A tensor, or its TMA descriptor."""
+    scales: Tensor | None
+    zeros: Tensor | None
+    table: Tensor | None
+    layout: Layout
+
+
+def suffix(weight: Tensor | Packed, scale: Tensor | None) -> str:
+    """Ends the name of the kernel that reads it, in tables of tiles."""
+    return W4 if isinstance(weight, Packed) else W8 if scale is not None else ""
 
 
 def weight_operand(
-    weight: Tensor, bn: int, bk: int, *, halves: int = 1, begins: tuple[int, ...] = ()
-) -> tuple[Any, bool, bool]:
-    """A logical [E, N, K] weight as a kernel argument: (tensor or TMA descriptor, is TMA, K-major).
+    weight: Tensor | Packed, scale: Tensor | None, bn: int = 0, bk: int = 0,
+    *, halves: int = 1, begins: tuple[int, ...] = (),
+) -> Operand:  # fmt: skip
+    """A logical [E, N, K] weight, and its scales if it is FP8, for a kernel with blocks [bn, bk],
+    or, without, for one that reads it by pointers.
 
     halves = 2: blocks of 2 * bn columns, bn of each half of N; K-major weights only. `begins`:
     columns past which a kernel counts its blocks, besides 0; of weights that are not K-major.
     """
-    if weight.element_size() == 1:
-        weight = readable(weight)
-    if weight.stride(2) == 1:
-        block = (1, bn, bk) if halves == 1 else (1, 2, bn, bk)
-        return *box(weight, block, halves=halves), True
-    boxes, tma = box(weight.transpose(1, 2), (1, bk, bn), begins=begins)
-    return (boxes, True, False) if tma else (weight, False, False)
-
-
-@triton.jit
-def widen(tile, DTYPE: tl.constexpr):
-    """To DTYPE. Exact from e4m3, whose bits (uint8) are taken apart where chips cannot."""
-    if tile.dtype == tl.uint8:
-        bits = tile.to(tl.int32)
-        value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
-        value *= 1.329227995784916e36  # 2**120: the exponents' biases are 7 and 127
-        tile = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
-    return tile.to(DTYPE)
-
-
-@triton.jit
-def widen_scale(scale):
-    """To float32, from e8m0's bits: 2 ** (bits - 127), NaN for 255."""
-    if scale.dtype == tl.uint8:
-        bits = scale.to(tl.int32)
-        bits = tl.where(bits == 0, 0x400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
-        scale = bits.to(tl.float32, bitcast=True)
-    return scale
+    if isinstance(weight, Packed):
+        data, table, layout = packed.operand(weight, bn, bk, halves)
+        return Operand(data, readable(weight.scales), weight.zeros, table, layout)
+    strides, scales = weight.stride(), NO_SCALES
+    if scale is not None:
+        weight, scale, scales = readable(weight), readable(scale), scale.stride()
+    data, tma, k_major = weight, False, strides[2] == 1
+    if bn and k_major:
+        data, tma = box(weight, (1, bn, bk) if halves == 1 else (1, 2, bn, bk), halves=halves)
+    elif bn:
+        boxes, tma = box(weight.transpose(1, 2), (1, bk, bn), begins=begins)
+        data = boxes if tma else weight
+    return Operand(data, scale, None, None, Layout(*strides, *scales, tma, k_major))
 
 
 class Weight(NamedTuple):
@@ -77,6 +75,10 @@ class Weight(NamedTuple):
     """A pointer or a TMA descriptor."""
     scales: Any
     """A pointer, or None."""
+    zeros: Any
+    """Codes that stand for zero, one where each scale is; a pointer, or None."""
+    table: Any
+    """float32 [16], what codes stand for; a pointer, or None where it can be computed."""
 
 
 @triton.jit
@@ -137,9 +139,13 @@ def weight_dot(
 ):  # fmt: skip
     """acc + x [BM, BK] times the columns from n0 on of the expert's weight, at its k0; columns as
     in `load_weight`, FIRST as in `load_scale`. With scales BK divides a block."""
-    b = widen(load_weight(weight, expert, n0, k0, LAYOUT, N_END, K, BN, TILE.bk, HALVES), x.dtype)
     PRECISION: tl.constexpr = TILE.precision
-    if weight.scales is None:
+    if LAYOUT.format != "":
+        b = load_packed(weight, expert, n0, k0, LAYOUT, N_END, K, BN, TILE.bk, HALVES)
+    else:
+        b = load_weight(weight, expert, n0, k0, LAYOUT, N_END, K, BN, TILE.bk, HALVES)
+    b = widen(b, x.dtype)
+    if weight.scales is None or LAYOUT.format != "":
         return dot(x, b, acc, PRECISION)
     else:
         tl.static_assert(_BLOCK % TILE.bk == 0)

@@ -87,15 +87,15 @@ def dgate(kept: Kept, d_out: Tensor, order: ExpertOrder, need: Inputs) -> Gate:
     need_pre = need.hidden_states or first.weight or first.bias or first.a or first.b
     turned = None if down.a is None else update(d_out, order, down.b.mT, down.a.mT)
     weights, into = kept.routing.weights.contiguous(), None
-    for weight, scale, part in kernels.dequantize.few_at_a_time(
+    for part in kernels.dequantize.few_at_a_time(
         down.weight, down.scale, order, d_out.dtype, turned
     ):
         into = kernels.dgate.dgate(
-            d_out, weight, part, weights, kept.pre,
+            d_out, part.weight, part.order, weights, kept.pre,
             weight_on_input=kept.routing.on_input,
             need_pre=need_pre, need_act=need.down.weight or need.down.a,
             need_scale=need.top_k_weights,
-            activation=kept.activation, scale=scale, low_rank=turned, into=into,
+            activation=kept.activation, scale=part.scale, low_rank=part.low_rank, into=into,
         )  # fmt: skip
     d_pre, act, d_scale = into
     return Gate(d_pre, act, d_scale, turned.side if turned else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..formats.packed import Packed, check_packed
 from ..formats.scaled import E4M3, check_scaled
 from ..kernels import require
 from .grouped import DTYPES
@@ -20,12 +21,15 @@ def check(
     projections: int = 2,
 ) -> None:
     """Checks what `fused_experts` is given, and raises as it does; `projections` 1: no gate."""
-    gate_up_proj, gate_up_bias, _, _, gate_up_scale_inv = gate_up
-    down_proj, down_bias, _, _, down_scale_inv = down
+    gate_up_proj, gate_up_bias, _, _, gate_up_scale_inv, _ = gate_up
+    down_proj, down_bias, _, _, down_scale_inv, _ = down
     top_k_index, top_k_weights, _ = routing
     if weight_on not in ("output", "input"):
         raise ValueError(f"weight_on is {weight_on!r}, use 'output' or 'input'.")
-    if hidden_states.dim() != 2 or gate_up_proj.dim() != 3 or down_proj.dim() != 3:
+    packed = isinstance(gate_up_proj, Packed) or isinstance(down_proj, Packed)
+    if packed:
+        _check_packed(gate_up_proj, down_proj)
+    if len(hidden_states.shape) != 2 or len(gate_up_proj.shape) != 3 or len(down_proj.shape) != 3:
         raise ValueError(
             "fused_experts takes hidden_states [T, H], gate_up_proj [E, 2I, H] and down_proj "
             f"[E, H, I], found {tuple(hidden_states.shape)}, {tuple(gate_up_proj.shape)} and "
@@ -54,7 +58,10 @@ def check(
     if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool:
         raise TypeError(f"top_k_index is {top_k_index.dtype}, an integer dtype is needed.")
     scaled = gate_up_scale_inv is not None or down_scale_inv is not None
-    if scaled or E4M3 in (gate_up_proj.dtype, down_proj.dtype):
+    if packed:
+        if scaled:
+            raise ValueError("weights in 4 bits bring their scales: pass no *_scale_inv.")
+    elif scaled or E4M3 in (gate_up_proj.dtype, down_proj.dtype):
         check_scaled("gate_up_proj", gate_up_proj, gate_up_scale_inv, "gate_up_scale_inv")
         check_scaled("down_proj", down_proj, down_scale_inv, "down_scale_inv")
     elif gate_up_proj.dtype not in DTYPES or gate_up_proj.dtype != down_proj.dtype:
@@ -89,6 +96,24 @@ def check(
     require(device)
 
 
-def _devices(*tensors: Tensor) -> ValueError:
+def _check_packed(gate_up_proj: Tensor | Packed, down_proj: Tensor | Packed) -> None:
+    """Of weights of which one at least is packed: sound, and both in one format."""
+    formats = [w.format if isinstance(w, Packed) else w.dtype for w in (gate_up_proj, down_proj)]
+    if formats[0] != formats[1]:
+        raise TypeError(
+            f"gate_up_proj is {formats[0]} and down_proj {formats[1]}: both must be in one format."
+        )
+    for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+        if not isinstance(weight, Packed):
+            continue
+        check_packed(name, weight)
+        if weight.turned:
+            raise ValueError(f"{name} is turned: pass weights [E, N, K] whose codes lie along K.")
+        tensors = weight.codes, weight.scales, weight.zeros
+        if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+            raise ValueError(f"{name} has tensors with gaps: pass its .contiguous() ones.")
+
+
+def _devices(*tensors: Tensor | Packed) -> ValueError:
     found = ", ".join(str(tensor.device) for tensor in tensors)
     return ValueError(f"all tensors must be on one device, found {found}.")

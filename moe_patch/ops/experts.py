@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..activation import Activation, parse
+from ..formats.packed import Packed
 from ..kernels import op
 from ..order import ExpertOrder
 from . import backward, differentiable, forward
@@ -40,18 +41,25 @@ def _experts_inference(
     gate_up_a: Tensor | None,
     gate_up_b: Tensor | None,
     gate_up_scale: Tensor | None,
+    gate_up_zeros: Tensor | None,
     down_proj: Tensor,
     down_bias: Tensor | None,
     down_a: Tensor | None,
     down_b: Tensor | None,
     down_scale: Tensor | None,
+    down_zeros: Tensor | None,
     top_k_index: Tensor,
     weight_on_input: bool,
     activation: str,
+    format: str = "",
 ) -> Tensor:
     """out [T, H]; nothing is kept for a backward."""
-    gate_up = Projection(gate_up_proj, gate_up_bias, gate_up_a, gate_up_b, gate_up_scale)
-    down = Projection(down_proj, down_bias, down_a, down_b, down_scale)
+    gate_up = Projection(
+        gate_up_proj, gate_up_bias, gate_up_a, gate_up_b, gate_up_scale, gate_up_zeros
+    ).put_together(format)
+    down = Projection(down_proj, down_bias, down_a, down_b, down_scale, down_zeros).put_together(
+        format
+    )
     routing = Routing(top_k_index, top_k_weights, weight_on_input)
     return forward.infer(hidden_states, gate_up, down, routing, activation)
 
@@ -81,18 +89,25 @@ def _experts_forward(
     gate_up_a: Tensor | None,
     gate_up_b: Tensor | None,
     gate_up_scale: Tensor | None,
+    gate_up_zeros: Tensor | None,
     down_proj: Tensor,
     down_bias: Tensor | None,
     down_a: Tensor | None,
     down_b: Tensor | None,
     down_scale: Tensor | None,
+    down_zeros: Tensor | None,
     top_k_index: Tensor,
     weight_on_input: bool,
     activation: str,
+    format: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`forward.Forward`, empty where that has None."""
-    gate_up = Projection(gate_up_proj, gate_up_bias, gate_up_a, gate_up_b, gate_up_scale)
-    down = Projection(down_proj, down_bias, down_a, down_b, down_scale)
+    gate_up = Projection(
+        gate_up_proj, gate_up_bias, gate_up_a, gate_up_b, gate_up_scale, gate_up_zeros
+    ).put_together(format)
+    down = Projection(down_proj, down_bias, down_a, down_b, down_scale, down_zeros).put_together(
+        format
+    )
     routing = Routing(top_k_index, top_k_weights, weight_on_input)
     made = forward.forward(hidden_states, gate_up, down, routing, activation, keep=True)
     out, pre, buffer, *sides = (hidden_states.new_empty(0) if x is None else x for x in made)
@@ -119,14 +134,17 @@ def _experts_backward(
     gate_up_a: Tensor | None,
     gate_up_b: Tensor | None,
     gate_up_scale: Tensor | None,
+    gate_up_zeros: Tensor | None,
     down_proj: Tensor,
     down_bias: Tensor | None,
     down_a: Tensor | None,
     down_b: Tensor | None,
     down_scale: Tensor | None,
+    down_zeros: Tensor | None,
     top_k_index: Tensor,
     weight_on_input: bool,
     activation: str,
+    format: str,
     pre: Tensor,
     buffer: Tensor,
     gate_up_side: Tensor | None,
@@ -135,8 +153,12 @@ def _experts_backward(
     need: list[bool],
 ) -> list[Tensor]:
     """Gradients in the order of `Inputs.flat()`; empty where not needed."""
-    gate_up = Projection(gate_up_proj, gate_up_bias, gate_up_a, gate_up_b, gate_up_scale)
-    down = Projection(down_proj, down_bias, down_a, down_b, down_scale)
+    gate_up = Projection(
+        gate_up_proj, gate_up_bias, gate_up_a, gate_up_b, gate_up_scale, gate_up_zeros
+    ).put_together(format)
+    down = Projection(down_proj, down_bias, down_a, down_b, down_scale, down_zeros).put_together(
+        format
+    )
     kept = backward.Kept(
         hidden_states, gate_up, down, Routing(top_k_index, top_k_weights, weight_on_input),
         activation, pre, buffer, gate_up_side, down_side,
@@ -150,14 +172,17 @@ class _FusedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        inputs, (index, on_input, activation) = arguments[:NUM_INPUTS], arguments[NUM_INPUTS:]
+        inputs, (index, *options) = arguments[:NUM_INPUTS], arguments[NUM_INPUTS:]
         x, weights, gate_up, down = Inputs.of(inputs)
         if torch.compiler.is_compiling():
             out, *kept = _experts_forward(*arguments)
         else:
-            routing = Routing(index, weights, on_input)
-            out, *kept = forward.forward(x, gate_up, down, routing, activation, keep=True)
-        ctx.options = on_input, activation
+            on_input, activation, format = options
+            routing, together = Routing(index, weights, on_input), (gate_up, down)
+            if format:
+                together = gate_up.put_together(format), down.put_together(format)
+            out, *kept = forward.forward(x, *together, routing, activation, keep=True)
+        ctx.options = options
         up, low = stored(gate_up.weight), stored(down.weight)
         ctx.turned, ctx.leaves = (up.turned, low.turned), (up.leaf, low.leaf)
         ctx.save_for_backward(  # Inputs.flat() with the weights as they are stored
@@ -176,9 +201,9 @@ class _FusedExperts(torch.autograd.Function):
             for each, turned in zip(projections, ctx.turned)
         )
         inputs = Inputs(x, weights, gate_up, down)
-        on_input, activation = ctx.options
+        on_input, activation, format = ctx.options
         if differentiable.wanted(d_out):
-            if gate_up.scale is not None:
+            if gate_up.scale is not None and not format:
                 differentiable.refuse_fp8()
             twin = functools.partial(_plain, index, *ctx.options)
             grads = differentiable.gradients(twin, inputs.flat(), need.flat(), d_out)
@@ -187,22 +212,27 @@ class _FusedExperts(torch.autograd.Function):
             grads = _experts_backward(*inputs.flat(), index, *ctx.options, *made, d_out, wanted)
             grads = [grad if each else None for grad, each in zip(grads, wanted)]
         else:
+            if format:
+                gate_up, down = gate_up.put_together(format), down.put_together(format)
             routing = Routing(index, weights, on_input)
             kept = backward.Kept(x, gate_up, down, routing, activation, *made, *ctx.leaves)
             grads = backward.gradients(kept, d_out, need).flat()
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
-def _plain(index: Tensor, on_input: bool, activation: str, *inputs: Tensor | None) -> Tensor:
+def _plain(
+    index: Tensor, on_input: bool, activation: str, format: str, *inputs: Tensor | None
+) -> Tensor:
     """The forward of `Inputs.flat()` in plain PyTorch."""
     x, weights, gate_up, down = Inputs.of(inputs)
+    gate_up, down = gate_up.put_together(format), down.put_together(format)
     return differentiable.experts(x, gate_up, down, Routing(index, weights, on_input), activation)
 
 
 def fused_experts(
     hidden_states: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
+    gate_up_proj: Tensor | Packed,
+    down_proj: Tensor | Packed,
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
@@ -222,8 +252,9 @@ def fused_experts(
             that is FP8.
         gate_up_proj: [E, 2I, H], gate rows first unless the activation says otherwise ([E, I, H]
             when it is ungated). Any strides: pass a transposed view of weights stored [E, H, 2I];
-            no copy is made.
-        down_proj: [E, H, I], dtype and device of gate_up_proj.
+            no copy is made. Or a `moe_patch.formats.packed.Packed` of that shape: weights in 4
+            bits, frozen, widened where they are multiplied.
+        down_proj: [E, H, I], dtype and device of gate_up_proj, or Packed in the same format.
         top_k_index: [T, K] integer. Ids outside 0 .. E-1 (expert-parallel sentinels) are dropped:
             they add exact zeros and get zero gradients. An expert may come twice in a token.
         top_k_weights: [T, K] floating point.
@@ -269,23 +300,25 @@ def fused_experts(
     projections = 1 if activation.endswith("ungated") else 2
     check(hidden_states, gate_up, down, routing, weight_on, projections)
 
-    scaled = gate_up.scale is not None
-    dtype = hidden_states.dtype if scaled else gate_up_proj.dtype
+    format = "" if isinstance(gate_up_proj, Tensor) else gate_up_proj.format
+    frozen = bool(format) or gate_up.scale is not None
+    dtype = hidden_states.dtype if frozen else gate_up.weight.dtype
     autocast = torch.is_autocast_enabled(hidden_states.device.type)
     if autocast:
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
     x = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
     biased = gate_up_bias is not None or down_bias is not None
     if autocast or biased or gate_up_low_rank or down_low_rank:
-        gate_up, down = _cast(gate_up, dtype), _cast(down, dtype)
+        gate_up, down = _cast(gate_up, dtype, frozen), _cast(down, dtype, frozen)
 
-    inputs = x, top_k_weights, *gate_up, *down  # as Inputs.flat()
+    flat = (gate_up.taken_apart(), down.taken_apart()) if format else (gate_up, down)
+    inputs = x, top_k_weights, *flat[0], *flat[1]  # as Inputs.flat()
     if differentiable.why_not_kernels():
         out = differentiable.experts(x, gate_up, down, routing, activation)
     elif torch.is_grad_enabled() and any([z.requires_grad for z in inputs if z is not None]):
-        out = _FusedExperts.apply(*inputs, top_k_index, routing.on_input, activation)
+        out = _FusedExperts.apply(*inputs, top_k_index, routing.on_input, activation, format)
     elif torch.compiler.is_compiling():
-        out = _experts_inference(*inputs, top_k_index, routing.on_input, activation)
+        out = _experts_inference(*inputs, top_k_index, routing.on_input, activation, format)
     else:
         out = forward.infer(x, gate_up, down, routing, activation)
     return out if out.dtype == hidden_states.dtype else out.to(hidden_states.dtype)
@@ -298,8 +331,8 @@ def _arrived(tensor: Tensor) -> Tensor:
     return tensor.clone() if hasattr(tensor, "trigger_wait") else tensor
 
 
-def _cast(projection: Projection, dtype: torch.dtype) -> Projection:
-    """In that dtype, but for FP8 and its scales; all but the weight contiguous."""
-    weight, bias, a, b, scale = projection
+def _cast(projection: Projection, dtype: torch.dtype, frozen: bool) -> Projection:
+    """In that dtype, but for a frozen weight and its scales; all but the weight contiguous."""
+    weight, bias, a, b, *scales = projection
     bias, a, b = [None if each is None else each.to(dtype).contiguous() for each in (bias, a, b)]
-    return Projection(weight if scale is not None else weight.to(dtype), bias, a, b, scale)
+    return Projection(weight if frozen else weight.to(dtype), bias, a, b, *scales)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import on_device
+from ..kernels.dequantize import few_at_a_time
+from ..kernels.tiles import LowRank
 from ..order import ExpertOrder
 from ..paths import ran
 from . import fp8
@@ -85,14 +87,24 @@ def _sorted(
     first = None if gate_up.a is None else update(x, order, gate_up.a, gate_up.b)
     second = None if down.a is None else update(x, order, down.a, down.b)
 
-    act, pre = kernels.gate_up.gate_up(  # [S, I], [S, 2I]
-        x, gate_up.weight, order, weights, weight_on_input=routing.on_input, save_pre=keep,
-        activation=activation, scale=gate_up.scale, bias=gate_up.bias, low_rank=first,
-    )  # fmt: skip
-    rows = kernels.grouped_gemm.grouped_gemm(  # [S, H]
-        act, down.weight, order, out=x.new_empty(len(act), x.shape[1]),
-        scale=down.scale, bias=down.bias, low_rank=second,
-    )  # fmt: skip
+    made = None
+    for part in few_at_a_time(
+        gate_up.weight, gate_up.scale, order, x.dtype, first, gate_up.bias, backward=False
+    ):
+        made = kernels.gate_up.gate_up(
+            x, part.weight, part.order, weights,
+            weight_on_input=routing.on_input, save_pre=keep, activation=activation,
+            scale=part.scale, bias=part.bias, low_rank=part.low_rank, into=made,
+        )  # fmt: skip
+    act, pre = made  # [S, I], [S, 2I]
+    rows = x.new_empty(len(act), x.shape[1])  # [S, H]
+    for part in few_at_a_time(
+        down.weight, down.scale, order, x.dtype, second, down.bias, backward=False
+    ):
+        kernels.grouped_gemm.grouped_gemm(
+            act, part.weight, part.order, out=rows,
+            scale=part.scale, bias=part.bias, low_rank=part.low_rank,
+        )  # fmt: skip
     on_output = None if routing.on_input else weights
     out = kernels.combine.combine(rows, order.slot_to_row, weights.shape[1], on_output)  # [T, H]
     first_side, second_side = first.side if first else None, second.side if second else None
@@ -126,8 +138,8 @@ def _in_fp8(
     return Forward(out, pre, buffer, None, None)
 
 
-def update(x: Tensor, order: ExpertOrder, a: Tensor, b: Tensor) -> kernels.tiles.LowRank:
+def update(x: Tensor, order: ExpertOrder, a: Tensor, b: Tensor) -> LowRank:
     """A [E, R, in] and B [E, out, R] of a low-rank update as kernels take them, with room for the
     product [S, R] of their rows and A^T."""
     side = x.new_empty(order.row_to_slot.numel(), a.shape[1])
-    return kernels.tiles.LowRank(a.contiguous(), b.contiguous(), side)
+    return LowRank(a.contiguous(), b.contiguous(), side)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels, reference
+from ..formats.packed import Packed
 from ..formats.scaled import E4M3, check_scaled
 from ..kernels import on_device, op, require
 from ..order import ExpertOrder
@@ -106,7 +107,7 @@ def _grouped_gemm(
 
 def input_gradient(
     d_rows: Tensor,
-    weight: Tensor,
+    weight: Tensor | Packed,
     scale: Tensor | None,
     order: ExpertOrder,
     *,
@@ -117,10 +118,10 @@ def input_gradient(
     """Writes d_rows [S, N] times each row's expert of weight [E, N, K] into `out` [S, K]; arguments
     as `kernels.grouped_gemm` takes them, the update turned around."""
     parts = kernels.dequantize.few_at_a_time(weight, scale, order, d_rows.dtype, low_rank)
-    for weight, scale, part in parts:
+    for part in parts:
         kernels.grouped_gemm.grouped_gemm(
-            d_rows, weight.transpose(1, 2), part, gather=gather, out=out, low_rank=low_rank,
-            scale=None if scale is None else scale.transpose(1, 2),
+            d_rows, part.weight.mT, part.order, gather=gather, out=out, low_rank=part.low_rank,
+            scale=None if part.scale is None else part.scale.mT,
         )  # fmt: skip
 
 

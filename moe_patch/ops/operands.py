@@ -11,15 +11,36 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..formats.packed import Packed
+
 
 class Projection(NamedTuple):
-    """One linear map of every expert: x (W + B A)^T + bias, W times its scales where it is FP8."""
+    """One linear map of every expert: x (W + B A)^T + bias, W times its scales where it is FP8.
 
-    weight: Tensor  # [E, out, in], any strides
+    A weight in 4 bits is one `Packed`, or, as operators and autograd take it, its tensors.
+    """
+
+    weight: Any  # [E, out, in], any strides; or Packed; or its codes [E, out, in / 2]
     bias: Tensor | None = None  # [E, out], contiguous
     a: Tensor | None = None  # [E, R, in], contiguous; `a` and `b` come together
     b: Tensor | None = None  # [E, out, R], contiguous
-    scale: Tensor | None = None  # [E, ceil(out / 128), ceil(in / 128)], of an FP8 weight
+    scale: Tensor | None = None  # [E, ceil(out / 128), ceil(in / 128)], of an FP8 weight;
+    # [E, out, in / group] of one in 4 bits
+    zeros: Tensor | None = None  # as these, of one in 4 bits, or None
+
+    def taken_apart(self) -> Projection:
+        """With the tensors of a packed weight in its place."""
+        if not isinstance(self.weight, Packed):
+            return self
+        codes, scales, zeros = self.weight.codes, self.weight.scales, self.weight.zeros
+        return self._replace(weight=codes, scale=scales, zeros=zeros)
+
+    def put_together(self, format: str) -> Projection:
+        """The opposite: `format` is "" of a weight that is not packed."""
+        if not format:
+            return self
+        packed = Packed(self.weight, self.scale, self.zeros, format)
+        return self._replace(weight=packed, scale=None, zeros=None)
 
 
 class Routing(NamedTuple):

@@ -46,7 +46,7 @@ def test_a_scale_for_each_block_is_taken(dtype):
         ),
         ({"weight": weight().requires_grad_()}, ValueError, r"pass gate_up_proj.detach\(\)"),
     ],
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else "",
 )  # fmt: skip
 def test_refusals(change, error, says):
     given = {"weight": weight(), "scale": torch.ones(2, 2, 2)} | change

@@ -16,6 +16,7 @@ DECODE = {"decode_gate_up_kernel", "decode_down_kernel"}
 GROUPED = {"gate_up_kernel", "grouped_gemm_kernel", "dgate_kernel", "dw_kernel"}
 KERNELS = ROUTING | DECODE | GROUPED | {"combine_kernel", "sum_partials_kernel"}
 HOPPER = {"quantize_kernel", "fp8_hopper_kernel", "gemm_hopper_kernel", "dw_hopper_kernel"}
+PACKED = GROUPED - {"dw_kernel"} | {"unpack_kernel"}
 FP8 = {"fp8_gemm_kernel", "quantize_kernel", "dequantize_kernel"}
 BASIC = "qwen3_30b decode"
 LINE = re.compile(r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), shared (\d+),")
@@ -27,6 +28,7 @@ LINE = re.compile(r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), sh
         ("sm_86 sm_89 sm_100 sm_103 sm_121 gfx950", "middle", KERNELS - ROUTING - DECODE),
         ("sm_80 gfx942", BASIC, KERNELS),
         ("sm_80", "lora", GROUPED),
+        ("sm_89 gfx942", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE),
         ("sm_120", "lora fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",

@@ -14,7 +14,7 @@ from moe_patch import reference
 from moe_patch.activation import Activation
 from moe_patch.kernels import chips, dequantize
 from moe_patch.kernels.decode import decodes
-from moe_patch.kernels.weights import widen, widen_scale
+from moe_patch.kernels.widen import widen, widen_scale
 from moe_patch.ops import fp8
 from moe_patch.ops.experts import fused_experts
 

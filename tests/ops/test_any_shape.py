@@ -2,7 +2,7 @@
 
 A geometry (sizes, dtype, how the weights are stored, the activation) is compiled once and run with
 several numbers of tokens and routings. MOE_PATCH_GEOMETRIES says how many each test draws on a GPU:
-`MOE_PATCH_GEOMETRIES=40 pytest -m gpu tests/ops/test_any_shape.py` runs 10,240 cases.
+`MOE_PATCH_GEOMETRIES=40 pytest -m gpu tests/ops/test_any_shape.py` runs 20,480 cases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from ops import gradients, in_double, in_fp8, moe
+from ops import gradients, in_4_bits, in_double, in_fp8, moe
 from torch import Tensor
 
 from moe_patch import reference
@@ -31,6 +31,8 @@ ACTS = (
     Activation("relu2", form="ungated"),
 )
 STORED = ("as they are", "transposed", "with slack", "off by one")
+EXTRAS = ((), (), ("bias",), ("fp8",), ("low rank",), ("on input",))
+PACKED = (("nf4",), ("mxfp4", "bias"), ("int4", "low rank"), ("int4 with zeros", "on input"))
 ROUTINGS = ("random", "one", "repeat", "sentinel", "skewed")
 SEEDS = 32
 
@@ -47,16 +49,21 @@ class Geometry:
     act: Activation
     stored: tuple[str, str]
     extras: tuple[str, ...]
-    """Among bias, fp8, low rank, weight on input."""
+    """Among bias, fp8, low rank, weight on input, and formats of 4 bits."""
     runs: tuple[tuple[int, str], ...]
     """(tokens, routing)."""
 
 
 @st.composite
-def geometries(draw: Any, most: int, experts: int, tokens: int, runs: int) -> Geometry:
-    """Sizes up to `most`, odd ones as often as multiples of 8 and their neighbours."""
+def geometries(
+    draw: Any, most: int, experts: int, tokens: int, runs: int, packed: bool = False
+) -> Geometry:
+    """Sizes up to `most`, odd ones as often as multiples of 8 and their neighbours; `packed`:
+    multiples of 32."""
 
     def size() -> int:
+        if packed:
+            return 32 * draw(st.integers(1, most // 32))
         eighths = st.integers(1, most // 8).map(lambda n: 8 * n)
         near = st.tuples(eighths, st.sampled_from((-1, 0, 0, 1))).map(sum)
         return draw(st.integers(1, most) | near)
@@ -65,7 +72,7 @@ def geometries(draw: Any, most: int, experts: int, tokens: int, runs: int) -> Ge
     halves = (torch.float16,) if interpreted else (torch.float16, torch.bfloat16, torch.bfloat16)
     num = draw(st.integers(1, experts))
     act = draw(st.sampled_from(ACTS))
-    extras = draw(st.sampled_from(((), (), ("bias",), ("fp8",), ("low rank",), ("on input",))))
+    extras = draw(st.sampled_from(PACKED if packed else EXTRAS))
     counts = st.integers(1, 9) | st.integers(1, tokens)
     return Geometry(
         draw(st.sampled_from((torch.float32, *halves))),
@@ -111,7 +118,10 @@ def operands(found: Geometry, tokens: int, routing: str, device: torch.device) -
     if routing == "skewed":  # most slots go to few experts, some experts get none
         drawn = torch.rand(tokens, found.top_k, device=device) ** 4 * found.experts
         arguments["top_k_index"] = drawn.long()
-    if "fp8" in found.extras and found.inner % 128:  # else activations are rounded to FP8, too
+    if found.extras in PACKED:
+        format, _, zeros = found.extras[0].partition(" with ")
+        arguments = in_4_bits(arguments, format, group=32, zeros=bool(zeros))
+    elif "fp8" in found.extras and found.inner % 128:  # else activations are rounded to FP8, too
         arguments = in_fp8(arguments)
         if "transposed" in found.stored:
             for name in ("gate_up_proj", "down_proj"):
@@ -175,7 +185,7 @@ def check(found: Geometry, device: torch.device) -> None:
             assert torch.equal(first, second), f"{tokens} tokens, {routing}: other bits"
 
 
-def drawn(number: int, count: int, **limits: int):
+def drawn(number: int, count: int, **limits: Any):
     """Decorator: calls the function with `count` geometries, the same for each number."""
 
     def decorate(function):
@@ -192,10 +202,17 @@ def test_small_ones(number, device):
     drawn(number, 4, most=40, experts=5, tokens=40, runs=2)(lambda found: check(found, device))()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("number", range(SEEDS))
-def test_any(number, device):
-    count = int(os.environ.get("MOE_PATCH_GEOMETRIES", "2"))
-    drawn(number, count, most=900, experts=40, tokens=1500, runs=8)(
+@pytest.mark.parametrize("number", range(2))
+def test_small_ones_in_4_bits(number, device):
+    drawn(number, 3, most=96, experts=4, tokens=40, runs=2, packed=True)(
         lambda found: check(found, device)
     )()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("number", range(SEEDS))
+def test_any(number, packed, device):
+    count = int(os.environ.get("MOE_PATCH_GEOMETRIES", "2"))
+    limits = {"most": 900, "experts": 40, "tokens": 1500, "runs": 8, "packed": packed}
+    drawn(number, count, **limits)(lambda found: check(found, device))()

@@ -386,17 +386,21 @@ def test_compile_full_graph_and_dynamic_tokens(device):
             assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("wanted", ([], [0], [1, 2, 7]), ids=str)
+@pytest.mark.parametrize(
+    "wanted", ((), ("hidden_states",), ("top_k_weights", "gate_up", "down")), ids=str
+)
 def test_compiler_is_told_the_shapes_and_dtypes_that_come(device, wanted):
     from moe_patch.ops.experts import _experts_forward
-    from moe_patch.ops.operands import NUM_INPUTS, Inputs, Projection
+    from moe_patch.ops.operands import Inputs, Projection
 
     arguments = moe(device, torch.float16, 5, 32, 16, 4, 2, grad=False)
     x, gate_up, down, index, weights = arguments.values()
     inputs = Inputs(x, weights.float(), Projection(gate_up), Projection(down)).flat()
-    given = *inputs, index, False, "silu"
+    given = *inputs, index, False, "silu", ""
     _, *made = _experts_forward(*given)
-    need = [at in wanted for at in range(NUM_INPUTS)]
+    flags = [name in wanted for name in Inputs._fields]
+    need = Inputs(*flags[:2], Projection(flags[2]), Projection(flags[3])).flat()
+    need = [bool(each) for each in need]
     calls = {"forward": given, "backward": (*given, *made, torch.randn_like(x), need)}
     for name, call in calls.items():
         op = getattr(torch.ops.moe_patch, f"experts_{name}").default

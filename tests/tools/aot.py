@@ -107,7 +107,7 @@ def record(launches):
 
 def moe_launches(
     tokens, hidden, inner, num_experts, top_k, dtype, llama4=False, rank=0, act="silu",
-    biased=False, fp8=False
+    biased=False, fp8=False, packed=""
 ):  # fmt: skip
     """Every launch of one forward and backward, routing included."""
     launches = []
@@ -132,7 +132,7 @@ def moe_launches(
             else:
                 w1 = torch.empty(num_experts, width, hidden, dtype=dtype)
                 w2 = torch.empty(num_experts, hidden, inner, dtype=dtype)
-            up, down, weights_frozen = Projection(w1), Projection(w2), bool(rank or fp8)
+            up, down, weights_frozen = Projection(w1), Projection(w2), bool(rank or fp8 or packed)
             if rank:
 
                 def factor(*size):
@@ -149,14 +149,17 @@ def moe_launches(
                 if kernels.fp8_gemm.runs(x.device):  # rows that are FP8 already
                     q, x_scale = x.to(torch.float8_e4m3fn), torch.empty(tokens, -(-hidden // 128))
                     products.experts(q, w1, w2, index, weights, *scales, x_scale, act)
+            if packed:
+                up, down = (each._replace(**in_4_bits(each.weight, packed)) for each in (up, down))
+                w1, w2 = up.weight, down.weight
             if biased:
                 up, down = (
                     each._replace(bias=torch.empty(num_experts, size, dtype=dtype))
                     for each, size in ((up, width), (down, hidden))
                 )
             inputs = Inputs(x, weights, up, down).flat()
-            arguments = (*inputs, index, llama4, act)
-            frozen = (w1, w2, up.scale, down.scale) if weights_frozen else ()
+            arguments = (*inputs, index, llama4, act, packed.split()[0] if packed else "")
+            frozen = (w1, w2, *up[4:], *down[4:]) if weights_frozen else ()
             need = [each is not None and all(each is not f for f in frozen) for each in inputs]
             experts._experts_inference(*arguments)
             _, *made = experts._experts_forward(*arguments)
@@ -164,6 +167,19 @@ def moe_launches(
     finally:
         JITFunction.run = original
     return launches
+
+
+def in_4_bits(weight, packed):
+    """Fields of a Projection; `packed` is a format, a group and, if there are any, "zeros"."""
+    format, group, *zeros = packed.split()
+    experts, n, k = weight.shape
+    dtype = torch.float8_e8m0fnu if format == "mxfp4" else torch.float32
+    scale = torch.empty(experts, n, k // int(group), dtype=dtype)
+    return {
+        "weight": torch.empty(experts, n, k // 2, dtype=torch.uint8),
+        "scale": scale,
+        "zeros": scale.to(torch.uint8) if zeros else None,
+    }
 
 
 def build(target, launch):
@@ -200,9 +216,19 @@ SHAPES = {  # tokens, hidden, inner, experts, top_k
     "fp8_seam": (4096, 2880, 1000, 32, 4),
     "fp8_odd": (100, 97, 41, 7, 3),
     "fp8_decode": (1, 2048, 768, 128, 8),
+    "nf4": (1024, 2048, 768, 128, 8),
+    "nf4_lora": (8192, 2048, 768, 128, 8),
+    "nf4_short": (64, 2048, 768, 128, 8),
+    "nf4_decode": (1, 2048, 768, 128, 8),
+    "mxfp4": (4096, 2880, 2880, 32, 4),
+    "mxfp4_decode": (1, 2880, 2880, 32, 4),
+    "int4_short": (256, 2048, 768, 128, 8),
+    "int4_decode": (1, 2048, 768, 128, 8),
 }
+PACKED = {"nf4": "nf4 64", "mxfp4": "mxfp4 32", "int4": "int4 128 zeros"}
 ACTS = {
     "gpt_oss": "silu 7.0 1.702 1.0 interleaved",
+    "mxfp4": "silu 7.0 1.702 1.0 interleaved",
     "nemotron_h": "relu2 None 1.0 0.0 ungated",
 }
 
@@ -217,10 +243,11 @@ def compile_for(chip, shapes, dtypes, without):
             *SHAPES[shape],
             getattr(torch, dtype),
             shape in ("llama4_scout", "one_token"),
-            16 if shape.startswith("lora") else 0,
+            16 if "lora" in shape else 0,
             ACTS.get(shape.removesuffix("_decode"), "silu"),
-            shape.startswith("gpt_oss"),
+            shape.startswith(("gpt_oss", "mxfp4")),
             shape.startswith("fp8"),
+            PACKED.get(shape.partition("_")[0], ""),
         )
         for launch in moe_launches(*arguments):
             key = repr((launch[0].__name__, *launch[1:]))

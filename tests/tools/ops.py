@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_patch import reference
 from moe_patch.activation import Activation
+from moe_patch.formats import packed
 
 SWIGLU = Activation()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -111,19 +112,28 @@ def in_fp8(
     }  # fmt: skip
 
 
-def in_double(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+def in_4_bits(arguments: dict[str, Any], format: str, **how: Any) -> dict[str, Any]:
+    """Arguments of fused_experts with weights in 4 bits; `how` as `packed.quantize` has it."""
+    names = "gate_up_proj", "down_proj"
+    return arguments | {n: packed.quantize(arguments[n], format, **how) for n in names}
+
+
+def in_double(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same arguments for the float64 truth."""
     return {
         name: value.detach().double().requires_grad_(value.requires_grad)
-        if value.is_floating_point() and value.dtype.itemsize > 1  # FP8 is dequantised there
+        if isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.dtype.itemsize > 1  # FP8 is dequantised there, and weights in 4 bits
         else value
         for name, value in arguments.items()
     }
 
 
-def gradients(out: Tensor, d_out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+def gradients(out: Tensor, d_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """torch.autograd.grad of the inputs that require it."""
-    return torch.autograd.grad(out, [x for x in inputs if x.requires_grad], d_out.to(out.dtype))
+    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    return torch.autograd.grad(out, wanted, d_out.to(out.dtype))
 
 
 def assert_close(ours: Tensor, truth: Tensor, dtype: torch.dtype, what: str = "tensor") -> None:

@@ -1,0 +1,167 @@
+"""Weights in 4 bits as the grouped kernels read them: `formats.packed.Packed`, K-major or turned.
+
+A byte has two codes, neighbours in memory. A code stands for a value, and a group of 32 to 128
+neighbours shares a scale. A kernel looks values up, or computes them, scales them in float32 and
+rounds them to the rows' dtype before it multiplies: the bits that dequantised weights have. (decode
+sums over a group first, and scales the sum.)
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats.packed import FORMATS, Packed
+from . import chips
+from .boxes import box
+from .tiles import Layout
+from .widen import widen_scale
+
+COMPUTED = "mxfp4", "int4"
+"""Formats whose values a kernel computes. Those of others it looks up."""
+
+
+def operand(weight: Packed, bn: int, bk: int, halves: int) -> tuple[Any, Tensor | None, Layout]:
+    """(codes, or the descriptor of their boxes; what they stand for, float32 [16], or None where
+    that is computed; how all of it lies), arguments as of `weights.weight_operand`."""
+    data, tma, strides, scales = weight.codes, False, weight.codes.stride(), weight.scales.stride()
+    if weight.turned:
+        block = (1, bk, bn // 2)
+        strides, scales = _turned(strides), _turned(scales)
+    else:
+        block = (1, bn, bk // 2) if halves == 1 else (1, 2, bn, bk // 2)
+    if bn:
+        data, tma = box(data, block, halves=halves)
+    table = None if weight.format in COMPUTED else _table(weight.format, weight.device)
+    ptx = table is not None and chips.chip(weight.device).arch.startswith("sm_")
+    k_major = not weight.turned
+    return data, table, Layout(*strides, *scales, tma, k_major, weight.format, weight.group, ptx)
+
+
+def _turned(strides: tuple[int, int, int]) -> tuple[int, int, int]:
+    return strides[0], strides[2], strides[1]
+
+
+@functools.lru_cache
+def _table(format: str, device: torch.device) -> Tensor:
+    """float32 [16]: what codes stand for."""
+    return torch.tensor(FORMATS[format].values, dtype=torch.float32, device=device)
+
+
+_LOOK_UP: tl.constexpr = tl.constexpr(
+    "{ .reg .u32 code;"
+    + "".join(
+        f"shr.u32 code, $8, {4 * place}; "
+        f"shfl.sync.idx.b32 ${place // 2 + place % 2 * 4}, $9, code, 0x1f, 0xffffffff; "
+        for place in range(8)
+    )
+    + "}"
+)
+"""Of four bytes: what their low halves stand for, then their high ones. Lane l of a warp has the
+value of code l % 16, and a shuffle reads no more than five bits of the lane it is to ask."""
+_OWN_VALUE: tl.constexpr = tl.constexpr(
+    "{ .reg .u32 lane; .reg .u64 at; mov.u32 lane, %laneid; and.b32 lane, lane, 15; "
+    "mad.wide.u32 at, lane, 4, $1; ld.global.nc.f32 $0, [at]; }"
+)
+
+
+@triton.jit
+def decoded(codes, table, FORMAT: tl.constexpr, PTX: tl.constexpr):
+    """[R, 2 C] float32, not scaled, of bytes [R, C] with two codes each, the first in the low half.
+
+    "mxfp4": e2m1; "int4": the code itself; else from the table.
+    """
+    if PTX:
+        own = tl.inline_asm_elementwise(
+            _OWN_VALUE, "=f,l", [table], dtype=tl.float32, is_pure=True, pack=1
+        )
+        low, high = tl.inline_asm_elementwise(
+            _LOOK_UP, "=f,=f,=f,=f,=f,=f,=f,=f,r,f,f,f,f", [codes, own],
+            dtype=(tl.float32, tl.float32), is_pure=False, pack=4,
+        )  # fmt: skip
+        return tl.join(low, high).reshape(codes.shape[0], 2 * codes.shape[1])
+    else:
+        code = tl.join(codes & 15, codes >> 4).reshape(codes.shape[0], 2 * codes.shape[1])
+        if FORMAT == "mxfp4":
+            bits = code.to(tl.int32)
+            value = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
+            return value * 8.507059173023462e37  # 2**126: the exponents' biases are 1 and 127
+        elif FORMAT == "int4":
+            return code.to(tl.float32)
+        else:
+            return tl.load(table + code.to(tl.int32))
+
+
+@triton.jit
+def in_groups(
+    codes, weight, expert, rows, inside, first, END, LAYOUT: tl.constexpr,
+    STRIDE_R: tl.constexpr, STRIDE_C: tl.constexpr,
+):  # fmt: skip
+    """What bytes [R, C / 2] stand for, as groups that share a scale: ([R, G, C / G] float32, scales
+    [R, G]). They are columns `first` to `first` + C, of END, of rows `rows` [R] of the expert's
+    weight as it lies, where `inside` [R]; the scales of its row r and group g lie at
+    r * STRIDE_R + g * STRIDE_C."""
+    GROUP: tl.constexpr = LAYOUT.group
+    FORMAT: tl.constexpr = LAYOUT.format
+    PTX: tl.constexpr = LAYOUT.ptx
+    C: tl.constexpr = 2 * codes.shape[1]
+    GROUPS: tl.constexpr = C // GROUP if C > GROUP else 1
+    value = decoded(codes, weight.table, FORMAT, PTX)
+    value = value.reshape(codes.shape[0], GROUPS, C // GROUPS)
+    group = first // GROUP + tl.arange(0, GROUPS)
+    at = expert.to(tl.int64) * LAYOUT.scale_e
+    at += rows[:, None] * STRIDE_R + group[None, :] * STRIDE_C
+    mask = inside[:, None] & (group[None, :] < END // GROUP)
+    scale = widen_scale(tl.load(weight.scales + at, mask=mask, other=0)).to(tl.float32)
+    if FORMAT == "int4":
+        zero = 8.0
+        if weight.zeros is not None:
+            zero = tl.load(weight.zeros + at, mask=mask, other=0).to(tl.float32)[:, :, None]
+        value -= zero
+    return value, scale
+
+
+@triton.jit
+def load_packed(
+    weight, expert, n0, k0, LAYOUT: tl.constexpr,
+    N_END: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """As `load_weight`, of weights in 4 bits, in float32."""
+    if LAYOUT.k_major:
+        column = tl.arange(0, HALVES * BN)
+        n = n0 + column % BN
+        rows, inside = n + column // BN * N_END, n < N_END
+        k = k0 // 2 + tl.arange(0, BK // 2)
+        if LAYOUT.tma:
+            if HALVES == 2:
+                codes = weight.data.load([expert, 0, n0, k0 // 2]).reshape(2 * BN, BK // 2)
+            else:
+                codes = weight.data.load([expert, n0, k0 // 2]).reshape(BN, BK // 2)
+        else:
+            at = weight.data + expert.to(tl.int64) * LAYOUT.stride_e
+            at += rows[:, None] * LAYOUT.stride_n + k[None, :] * LAYOUT.stride_k
+            codes = tl.load(at, mask=inside[:, None] & (k[None, :] < K // 2), other=0)
+        value, scale = in_groups(
+            codes, weight, expert, rows, inside, k0, K, LAYOUT, LAYOUT.scale_n, LAYOUT.scale_k
+        )
+        return (value * scale[:, :, None]).reshape(HALVES * BN, BK).T
+    else:
+        tl.static_assert(HALVES == 1)
+        rows = k0 + tl.arange(0, BK)
+        inside = rows < K
+        n = n0 // 2 + tl.arange(0, BN // 2)
+        if LAYOUT.tma:
+            codes = weight.data.load([expert, k0, n0 // 2]).reshape(BK, BN // 2)
+        else:
+            at = weight.data + expert.to(tl.int64) * LAYOUT.stride_e
+            at += rows[:, None] * LAYOUT.stride_k + n[None, :] * LAYOUT.stride_n
+            codes = tl.load(at, mask=inside[:, None] & (n[None, :] < N_END // 2), other=0)
+        value, scale = in_groups(
+            codes, weight, expert, rows, inside, n0, N_END, LAYOUT, LAYOUT.scale_k, LAYOUT.scale_n
+        )
+        return (value * scale[:, :, None]).reshape(BK, BN)
