@@ -19,8 +19,6 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import on_device
-from ..kernels.dequantize import few_at_a_time
-from ..kernels.tiles import LowRank
 from ..order import ExpertOrder
 from ..paths import ran
 from . import fp8
@@ -88,7 +86,7 @@ def _sorted(
     second = None if down.a is None else update(x, order, down.a, down.b)
 
     made = None
-    for part in few_at_a_time(
+    for part in kernels.dequantize.few_at_a_time(
         gate_up.weight, gate_up.scale, order, x.dtype, first, gate_up.bias, backward=False
     ):
         made = kernels.gate_up.gate_up(
@@ -98,7 +96,7 @@ def _sorted(
         )  # fmt: skip
     act, pre = made  # [S, I], [S, 2I]
     rows = x.new_empty(len(act), x.shape[1])  # [S, H]
-    for part in few_at_a_time(
+    for part in kernels.dequantize.few_at_a_time(
         down.weight, down.scale, order, x.dtype, second, down.bias, backward=False
     ):
         kernels.grouped_gemm.grouped_gemm(
@@ -138,8 +136,8 @@ def _in_fp8(
     return Forward(out, pre, buffer, None, None)
 
 
-def update(x: Tensor, order: ExpertOrder, a: Tensor, b: Tensor) -> LowRank:
+def update(x: Tensor, order: ExpertOrder, a: Tensor, b: Tensor) -> kernels.tiles.LowRank:
     """A [E, R, in] and B [E, out, R] of a low-rank update as kernels take them, with room for the
     product [S, R] of their rows and A^T."""
     side = x.new_empty(order.row_to_slot.numel(), a.shape[1])
-    return LowRank(a.contiguous(), b.contiguous(), side)
+    return kernels.tiles.LowRank(a.contiguous(), b.contiguous(), side)
