@@ -48,7 +48,7 @@ available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
 triton.runtime.driver.set_active(nvidia.CudaDriver())
 torch.cuda.is_available = available
 
-from ops import in_fp8, moe
+from ops import in_4_bits, in_fp8, moe
 from triton.runtime.jit import JITFunction
 
 from moe_patch import kernels, patch
@@ -126,15 +126,22 @@ def compare() -> None:
             inputs = Inputs(x, weights, up, low_down).flat()
             # else torch would index by what no kernel wrote
             on_input = transposed or up.a is not None
-            experts._experts_inference(*inputs, index, on_input, "silu")
-            out, *made = experts._experts_forward(*inputs, index, on_input, "silu")
+            options = index, on_input, "silu", ""
+            experts._experts_inference(*inputs, *options)
+            out, *made = experts._experts_forward(*inputs, *options)
             need = [each is not None for each in inputs]
-            experts._experts_backward(*inputs, index, on_input, "silu", *made, out, need)
+            experts._experts_backward(*inputs, *options, *made, out, need)
         if not transposed:
             scaled = in_fp8(moe("cpu", torch.bfloat16, tokens, 128, 128, 2, 1))
             experts.fused_experts(**scaled).sum().backward()
             with torch.no_grad():
                 experts.fused_experts(**scaled)
+            for format in ("nf4", "int4"):  # looked up, and with zero points
+                plain = moe("cpu", torch.bfloat16, tokens, 128, 64, 2, 1)
+                packed = in_4_bits(plain, format, group=32, zeros=format == "int4")
+                experts.fused_experts(**packed).sum().backward()
+                with torch.no_grad():
+                    experts.fused_experts(**packed)
         logits = torch.randn(tokens, 2, requires_grad=True)
         routing.select_experts(logits, 1)[1].sum().backward()
     for name, count in sorted(compared.items()):

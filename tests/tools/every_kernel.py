@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from ops import assert_close, gradients, in_double, in_fp8, moe, quantised
+from ops import assert_close, gradients, in_4_bits, in_double, in_fp8, moe, quantised
 
 from moe_patch import fp8, reference
 from moe_patch.activation import Activation
+from moe_patch.formats.packed import FORMATS
 from moe_patch.ops import expert_order, fused_experts, grouped_gemm
 from moe_patch.ops.routing import select_experts
 
@@ -133,6 +134,15 @@ def fp8_training(size, scales, transposed) -> None:
     one_token(in_fp8(moe(DEVICE, torch.bfloat16, 1, *size[1:], grad=False, **options), scales))
 
 
+def four_bits(size, format, act) -> None:
+    how = {"group": 32, "zeros": format == "int4"}
+    options = {"act": act, "biased": True}
+    arguments = moe(DEVICE, torch.bfloat16, *size, routing="sentinel", **options)
+    like_float64(in_4_bits(arguments, format, **how), torch.bfloat16, activation=act)
+    arguments = moe(DEVICE, torch.bfloat16, 1, *size[1:], grad=False, **options)
+    one_token(in_4_bits(arguments, format, **how), act)
+
+
 def fp8_products(tokens) -> None:
     arguments = in_fp8(moe(DEVICE, torch.bfloat16, tokens, 256, 128, 8, 2))
     with torch.no_grad():
@@ -184,6 +194,9 @@ def cases() -> Iterator[Callable[[], None]]:
     for size, scales in itertools.product(SIZES[:4], (torch.float32, torch.float8_e8m0fnu)):
         for transposed in layouts:
             yield partial(fp8_training, size, scales, transposed)
+    packed = (40, 128, 64, 8, 2), (300, 160, 96, 4, 3), (1100, 128, 64, 2, 1)
+    for size, format, act in itertools.product(packed, FORMATS, FORMS):
+        yield partial(four_bits, size, format, act)
     for tokens in (1, 40, 300):  # decoded, and in FP8
         yield partial(fp8_products, tokens)
     for sizes in ([700, 0, 300, 24], [5, 0, 0, 2]):
