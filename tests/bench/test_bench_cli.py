@@ -258,6 +258,7 @@ OLD_AND_NEW = [
     ("--scaling a.csv b.csv --network 25", "scaling a.csv b.csv --network 25"),
     ("--peers --only QuACK Liger --tokens 8", "peers --only QuACK Liger --tokens 8"),
     ("--peers --routing zipf --seconds 9 --json", "peers --routing zipf --seconds 9 --json"),
+    ("--quant --format nf4 --step-tokens 0", "quant --format nf4 --step-tokens 0"),
 ]
 
 
@@ -274,6 +275,7 @@ EXAMPLE = {  # of every flag that some kind takes
     "--no-eager": "", "--no-compile": "", "--csv": "a", "--png": "b", "--json": "c",
     "--families": "", "--lora": "8", "--dtype fp8": "", "--distributed": "", "--layers": "2",
     "--model-config": "x.json", "--tasks": "decode", "--scaling": "s.csv", "--network": "25",
+    "--quant": "", "--format": "nf4", "--step-tokens": "8",
     "--peers": "", "--only": "PEFT", "--seconds": "9", "--routing": "zipf",
 }  # fmt: skip
 TAKEN = {
@@ -286,6 +288,7 @@ TAKEN = {
     "--model-config": "--layers --tasks --csv --json",
     "--scaling": "--network",
     "--peers": "--only --shape --tokens --routing --seconds --csv --json",
+    "--quant": "--shape --tokens --format --step-tokens --csv --json",
 }
 
 
