@@ -19,7 +19,7 @@ from torch import Tensor
 from ..formats.packed import FORMATS, Packed
 from . import chips
 from .boxes import box
-from .tiles import Layout
+from .tiles import INTERPRET, Layout
 from .widen import widen_scale
 
 COMPUTED = "mxfp4", "int4"
@@ -38,8 +38,8 @@ def operand(weight: Packed, bn: int, bk: int, halves: int) -> tuple[Any, Tensor 
     if bn:
         data, tma = box(data, block, halves=halves)
     table = None if weight.format in COMPUTED else _table(weight.format, weight.device)
-    ptx = table is not None and chips.chip(weight.device).arch.startswith("sm_")
-    k_major = not weight.turned
+    nvidia = chips.chip(weight.device).arch.startswith("sm_") and not INTERPRET
+    ptx, k_major = nvidia and table is not None, not weight.turned
     return data, table, Layout(*strides, *scales, tma, k_major, weight.format, weight.group, ptx)
 
 
