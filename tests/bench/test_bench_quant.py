@@ -58,11 +58,15 @@ def test_what_is_lost_is_against_the_weights_before(device):
     assert quant.judge(packed, stood_for, batch).lost < 2e-3
 
 
-def test_steps_ask_for_the_gradient_of_the_rows_and_of_every_factor(device):
+def test_steps_ask_for_the_gradient_of_the_rows_and_of_every_factor(device, monkeypatch):
     batch, plain = given(device, rank=3)
     batch = batch._replace(x=batch.x.requires_grad_())
-    calls = quant.calls_of(quant.STEP, {"a": plain}, None, batch)
-    calls["a"]()  # raises where a leaf is not used
+    grad, found = torch.autograd.grad, []
+    monkeypatch.setattr(torch.autograd, "grad", lambda *each: found.extend(grad(*each)))
+    quant.calls_of(quant.STEP, {"a": plain}, None, batch)["a"]()
+    factors = [factor for pair in batch.low_rank.values() for factor in pair]
+    assert [each.shape for each in found] == [batch.x.shape, *(f.shape for f in factors)]
+    assert all(each.abs().max() > 0 for each in found)
 
 
 def test_bytes_are_those_of_codes_scales_and_zero_points():
