@@ -32,7 +32,7 @@ SECONDS = 40
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    """What is asked for, with each token's choice of experts."""
+    """Return the cases asked for, with each token's choice of experts."""
     asked = itertools.product(
         options.shape or [SHAPE], options.tokens or [TOKENS], options.routing or [routed.UNIFORM]
     )

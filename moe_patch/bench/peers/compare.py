@@ -52,13 +52,13 @@ class Case:
 
     @property
     def label(self) -> str:
-        """What tables and notes call it."""
+        """Name in tables and notes."""
         how = "" if self.routing == routed.UNIFORM else f", {self.routing} routing"
         return f"{self.shape}, {self.tokens} tokens{how}"
 
 
 class Part(NamedTuple):
-    """What an output should be, or a part of it."""
+    """Truth of an output, or of a part of it."""
 
     tensor: str
     where: Any
@@ -95,13 +95,13 @@ class Comparison:
 
     @property
     def label(self) -> str:
-        """What notes call it."""
+        """Name in notes."""
         return f"{self.case}, {self.name}"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What one row gave. With a report, parity fails and there are no times."""
+    """Outcome of one row. With a report, parity fails and there are no times."""
 
     timings: list[PeerTiming] = field(default_factory=list)
     report: ParityReport | None = None
@@ -256,7 +256,7 @@ def alive(error: Exception) -> None:
 
 
 def why(error: Exception) -> str:
-    """What a peer raised, in one line."""
+    """Return what a peer raised, in one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return short_of(error)
     return textwrap.shorten(f"{type(error).__name__}: {first_line(error)}", 200)
