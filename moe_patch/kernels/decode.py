@@ -274,15 +274,15 @@ def _launches(
 ) -> tuple[Launch, Launch]:
     """Of the two kernels."""
     sizes = {"H": hidden, "I": inner, "E": experts, "TOP_K": top_k}
-    group = gate_up.group or (BLOCK if gate_up.scale_e else 0)
-    block = _block(itemsize, hidden, gate_up.stride_k, down=False, group=group)
+    groups = [each.group or (BLOCK if each.scale_e else 0) for each in (gate_up, down)]
+    block = _block(itemsize, hidden, gate_up.stride_k, down=False, group=groups[0])
     first = Launch(
         decode_gate_up_kernel,
         **dict(zip(("STRIDE_X", "STRIDE_XS", "STRIDE_XG"), x_strides)),
         LAYOUT=gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
         BIAS=gate_up_bias, GATE=gate_of(activation), **block,
     )  # fmt: skip
-    block = _block(itemsize, inner, down.stride_k, down=True, group=group)
+    block = _block(itemsize, inner, down.stride_k, down=True, group=groups[1])
     second = Launch(
         decode_down_kernel,
         LAYOUT=down, **sizes, KP=power_of_two(top_k), WEIGHTED=not weight_on_input,

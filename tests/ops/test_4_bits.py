@@ -165,6 +165,22 @@ def test_decoding(device, size, how, form, dtype):
     assert_close(out, truth, dtype)
 
 
+@pytest.mark.parametrize("tokens", (1, 9))
+def test_projections_have_groups_of_their_own(device, tokens):
+    arguments = moe(device, torch.float32, tokens, 128, 96, 8, 2)
+    groups = {"gate_up_proj": 128, "down_proj": 32}
+    arguments |= {n: quantize(arguments[n], "int4", group=g) for n, g in groups.items()}
+    with torch.no_grad(), paths.recorded() as seen:
+        out = fused_experts(**arguments)
+    assert seen == {"decode" if tokens == 1 else "sorted"}
+    assert_close(out, reference.fused_experts(**in_double(arguments)), torch.float32)
+    (d_x,) = torch.autograd.grad(fused_experts(**arguments).sum(), arguments["hidden_states"])
+    exact = in_double(arguments)
+    out = reference.fused_experts(**exact)
+    (truth,) = torch.autograd.grad(out.sum(), exact["hidden_states"])
+    assert_close(d_x, truth, torch.float32)
+
+
 @pytest.mark.parametrize("how", NAMES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_the_kernel_writes_what_the_twin_does(device, how, dtype):
