@@ -17,6 +17,7 @@ A group of more than 128 weights, or one scale a row, becomes groups of 128 with
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from .packed import Packed, check_packed, pack, unpack
 
 Tensors = Mapping[str, Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbouring columns each nibble of an AWQ word has, from the lowest."""
+"""Columns, of eight neighbours, that the nibbles of an AWQ word have, from the lowest."""
 LARGEST_GROUP = 128
 
 
@@ -58,10 +59,11 @@ def to_gpt_oss(packed: Packed) -> tuple[Tensor, Tensor]:
     """Return (blocks, scales) of an MXFP4 stack, as :func:`from_gpt_oss` takes them.
 
     Raises:
-        ValueError: another format.
+        ValueError: another format, or transposed weights.
     """
     if packed.format != "mxfp4":
         raise ValueError(f"the format is {packed.format}: gpt-oss stores mxfp4, quantise to it.")
+    check_packed("the stack", packed)
     return packed.codes.unflatten(-1, (-1, 16)), packed.scales.view(torch.uint8)
 
 
@@ -142,9 +144,11 @@ def concat(parts: list[Packed], dim: int = 0) -> Packed:
     A stack without zero points among others that have some gets zero points of 8.
 
     Raises:
-        ValueError: nothing to concatenate, mixed formats, groups or dtypes of scales, or another
-            dim.
+        ValueError: nothing to concatenate, mixed formats, groups or dtypes of scales, transposed
+            weights, or another dim.
     """
+    for number, part in enumerate(parts):
+        check_packed(f"stack {number}", part)
     kinds = {(part.format, part.group, part.scales.dtype) for part in parts}
     if len(kinds) != 1:
         found = " and ".join(sorted(f"{f} by {g} with {dtype} scales" for f, g, dtype in kinds))
@@ -168,7 +172,7 @@ def drop_zeros(packed: Packed) -> Packed:
     """
     if packed.zeros is None or not (packed.zeros == 8).all():
         return packed
-    return Packed(packed.codes, packed.scales, None, packed.format)
+    return replace(packed, zeros=None)
 
 
 def _one_expert(name: str, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Packed:

@@ -1,4 +1,4 @@
-"""What a format of 4-bit weights is: sixteen values, groups along K, and a rule that chooses codes.
+"""Formats of 4-bit weights: sixteen values, groups along K, and a rule that chooses codes.
 
 A new format is one file that makes a :class:`Format`, its place in `FORMATS` of packed.py, and its
 tests.

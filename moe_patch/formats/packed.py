@@ -173,8 +173,8 @@ def check_packed(name: str, packed: Packed) -> None:
     Raises:
         TypeError: a dtype that the format does not have.
         ValueError: an unknown format, scales missing, zero points in a format that has none, shapes
-            that do not fit, a group that is not allowed, several devices, or scales that want a
-            gradient.
+            that do not fit, a group that is not allowed, several devices, transposed weights, or
+            scales that want a gradient.
     """
     if packed.format not in FORMATS:
         raise ValueError(
@@ -183,6 +183,8 @@ def check_packed(name: str, packed: Packed) -> None:
     format = FORMATS[packed.format]
     _check_dtypes(name, packed, format)
     _check_shapes(name, packed, format)
+    if packed.turned:
+        raise ValueError(f"{name} is turned: pass weights [E, N, K] whose codes lie along K.")
     if torch.is_grad_enabled() and packed.scales.requires_grad:
         raise ValueError(
             f"the scales of {name} want a gradient, and 4-bit weights are frozen: pass "

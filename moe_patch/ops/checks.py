@@ -107,8 +107,6 @@ def _check_packed(gate_up_proj: Tensor | Packed, down_proj: Tensor | Packed) -> 
         if not isinstance(weight, Packed):
             continue
         check_packed(name, weight)
-        if weight.turned:
-            raise ValueError(f"{name} is turned: pass weights [E, N, K] whose codes lie along K.")
         tensors = weight.codes, weight.scales, weight.zeros
         if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
             raise ValueError(f"{name} has tensors with gaps: pass its .contiguous() ones.")

@@ -293,6 +293,11 @@ MIXED = [quantize(torch.ones(1, 2, 128), name) for name in ("nf4", "int4")]
         ),
         (lambda: concat(MIXED), ValueError, "found int4 by 128 .* and nf4 by 64 .*: convert them"),
         (lambda: concat([]), ValueError, "^one stack has one format, found nothing"),
+        (lambda: concat([MIXED[0].mT]), ValueError, "^stack 0 is turned: pass weights"),
+        (
+            lambda: to_gpt_oss(quantize(torch.ones(1, 4, 32), "mxfp4").mT), ValueError,
+            "^the stack is turned: pass weights",
+        ),
         (lambda: concat(MIXED[:1], dim=2), ValueError, "^dim is 2: pass 0 to join experts or 1"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
