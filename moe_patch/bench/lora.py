@@ -114,11 +114,11 @@ def _factors(
     return a.reshape(experts, -1, k), b * scaling
 
 
-def supported(shape: str) -> Shape:
+def supported(shape: str, switch: str = "--lora") -> Shape:
     """The named shape. ValueError when it is unknown, or Llama4's."""
     size = find(shape)
     if size.family != "qwen3_moe":
-        raise ValueError(f"--lora compares with grouped_mm, which {shape} has not: leave it out")
+        raise ValueError(f"{switch} compares with grouped_mm, which {shape} has not: leave it out")
     return size
 
 

@@ -22,9 +22,10 @@ from ..formats.packed import FORMATS, Packed, quantize
 from ..ops import fused_experts
 from ..parity import ParityReport, Section, environment, law
 from ..parity.shadow import hugging_face
-from ..shapes import Shape, build, find
+from ..shapes import Shape, build
 from ..usage import add_shape, add_tokens, positive
 from .kind import Flags, Run, Timed, add_files
+from .lora import supported
 from .timing import OURS, Call, free, ready, short_of, times
 
 SHAPE = "qwen3_30b"
@@ -61,7 +62,7 @@ class QuantTiming:
 
 
 class Batch(NamedTuple):
-    """What experts are called with."""
+    """Inputs of the experts, but for their weights."""
 
     x: Tensor  # [T, H]
     index: Tensor  # [T, K]
@@ -70,7 +71,7 @@ class Batch(NamedTuple):
     low_rank: LowRanks
 
     def first(self, tokens: int) -> Batch:
-        """Of so many tokens."""
+        """Return the batch of the first so many tokens."""
         return Batch(*(each[:tokens] for each in self[:4]), self.low_rank)
 
 
@@ -125,12 +126,12 @@ class Judged(NamedTuple):
     lost: float
 
 
-def judge(weights: Weights, plain: Weights, given: Batch) -> Judged:
-    """Our result on all tokens; its first ones beside PyTorch's in the same dtype."""
+def judge(weights: Weights, before: dict[str, Tensor], given: Batch) -> Judged:
+    """Our result on all tokens; its first ones beside PyTorch's in the same dtype. `before`:
+    `exactly` of those, with the weights before they were quantised."""
     few = given.first(JUDGED)
     ours = {n: t[:JUDGED] for n, t in results(fused_experts, weights, given).items()}
     theirs, truth = results(reference.fused_experts, weights, few), exactly(weights, few)
-    before = exactly(plain, few)
     rows = [law.judge(n, ours[n], [theirs[n]], truth[n], dtype=given.x.dtype) for n in truth]
     error = max(_relative(ours[n], truth[n]) for n in truth)
     return Judged(rows, error, max(_relative(ours[n], before[n]) for n in truth))
@@ -141,7 +142,7 @@ def _relative(found: Tensor, truth: Tensor) -> float:
 
 
 def megabytes(weights: Weights) -> float:
-    """Of both, with their scales and zero points."""
+    """Return the size of both, with their scales and zero points."""
     tensors = [
         tensor
         for weight in weights
@@ -170,7 +171,7 @@ def calls_of(mode: str, weights: dict[str, Weights], size: Shape, given: Batch) 
 
     found = {name: run(pair) for name, pair in weights.items()}
     packed = [(n, p) for n, p in weights.items() if isinstance(p[0], Packed)]
-    if mode == FORWARD and size.family == "qwen3_moe" and packed:
+    if mode == FORWARD and packed:
         name, pair = packed[0]
         found[WRITTEN_OUT.format(name.removeprefix(f"{OURS} "))] = _written_out(pair, size, given)
     return found
@@ -196,9 +197,9 @@ def bench_quant(
     """Times one named shape: (timings, the report where parity fails, notes).
 
     Raises:
-        ValueError: an unknown shape.
+        ValueError: an unknown shape, or Llama4's, whose experts HF computes densely.
     """
-    size = find(shape)
+    size = supported(shape, Quant.switch)
     free()
     block = build(size, dtype=torch.bfloat16, device="cuda")
     experts = block.experts
@@ -207,10 +208,11 @@ def bench_quant(
     given = batch(size, tokens, rank if mode == STEP else 0)
     weights: dict[str, Weights] = {PLAIN: plain}
     judged: dict[str, Judged] = {}
+    before = exactly(plain, given.first(JUDGED))
     for format in formats:
         name = f"{OURS} {format}"
         weights[name] = quantize(plain[0], format), quantize(plain[1], format)
-        judged[name] = judge(weights[name], plain, given)
+        judged[name] = judge(weights[name], before, given)
         if not all(row.passed for row in judged[name].rows):
             section = Section(f"{shape} in {format}", "bfloat16", tokens, judged[name].rows)
             return [], ParityReport([section], environment("cuda"), []), []
@@ -276,8 +278,7 @@ class Quant(Timed):
 
     def refuse(self, options: argparse.Namespace) -> None:
         for name in options.shape or [SHAPE]:
-            if find(name).family != "qwen3_moe":
-                raise ValueError(f"--quant times blocks of Qwen3-MoE, which {name} is not")
+            supported(name, self.switch)
         if options.step_tokens is not None and options.step_tokens < 0:
             raise ValueError(f"--step-tokens {options.step_tokens}: 0 or more is needed")
 

@@ -37,7 +37,7 @@ def given(device, rank=0, dtype=torch.float16):
 def test_a_format_is_judged_by_the_law(device, rank):
     batch, plain = given(device, rank)
     packed = tuple(quantize(weight, "mxfp4") for weight in plain)
-    judged = quant.judge(packed, plain, batch)
+    judged = quant.judge(packed, quant.exactly(plain, batch), batch)
     assert [row.passed for row in judged.rows] == [True] * (2 if rank else 1)
     assert judged.error < 2e-3 < 0.02 < judged.lost < 0.3
 
@@ -47,7 +47,7 @@ def test_another_result_fails(device, monkeypatch):
     packed = tuple(quantize(weight, "mxfp4") for weight in plain)
     real = quant.fused_experts
     monkeypatch.setattr(quant, "fused_experts", lambda *a, **more: real(*a, **more) * 1.01)
-    judged = quant.judge(packed, plain, batch)
+    judged = quant.judge(packed, quant.exactly(plain, batch), batch)
     assert not judged.rows[0].passed and judged.error > 5e-3
 
 
@@ -55,7 +55,7 @@ def test_what_is_lost_is_against_the_weights_before(device):
     batch, plain = given(device)
     packed = tuple(quantize(weight, "int4", group=32) for weight in plain)
     stood_for = tuple(dequantize(weight) for weight in packed)
-    assert quant.judge(packed, stood_for, batch).lost < 2e-3
+    assert quant.judge(packed, quant.exactly(stood_for, batch), batch).lost < 2e-3
 
 
 def test_steps_ask_for_the_gradient_of_the_rows_and_of_every_factor(device, monkeypatch):
@@ -90,7 +90,10 @@ def test_a_line_a_timing():
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("bench quant --shape llama4_scout", "which llama4_scout is not"),
+        (
+            "bench quant --shape llama4_scout",
+            "--quant compares with grouped_mm, which llama4_scout has not",
+        ),
         ("bench quant --format fp3", "fp3"),
         ("bench quant --step-tokens -1", "0 or more"),
         ("bench --quant --lora", "--quant"),

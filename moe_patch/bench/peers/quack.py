@@ -43,7 +43,7 @@ CLUSTERS = (2, 1)
 
 @dataclass(frozen=True)
 class Step:
-    """What the products of one training step read, rows in expert order: S = T * K of them."""
+    """Operands of one training step's products, rows in expert order: S = T * K of them."""
 
     of: Experts
     order: ExpertOrder
