@@ -30,7 +30,8 @@ FLOORS = tuple(
         "reference",
         """kernels kernels.chips kernels.boxes kernels.launch kernels.interpreter kernels.table
         kernels.activate kernels.tiles kernels.widen kernels.packed kernels.weights kernels.topk
-        kernels.sort_tokens kernels.groups kernels.combine kernels.quantize kernels.dequantize
+        kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize
+        kernels.dequantize
         kernels.gate_up kernels.dgate kernels.decode kernels.hopper kernels.hopper.ring
         kernels.hopper.gemm kernels.hopper.dw kernels.hopper.fp8 kernels.grouped_gemm kernels.dw
         kernels.fp8_gemm

@@ -22,6 +22,7 @@ from .tiles import (
     low_rank_in,
     low_rank_out,
     place,
+    without_roles,
 )
 from .weights import Weight, suffix, weight_dot, weight_operand
 
@@ -176,6 +177,7 @@ def gate_up(
         device,
         low_rank is not None,
     )
+    tile = without_roles(tile, 4)  # an ungated product has gemm's tiles
     packed = isinstance(weight, Packed)
     turned = form == "concatenated" and not packed and weight.stride(2) != 1
     halves = 2 if form == "concatenated" and not turned else 1

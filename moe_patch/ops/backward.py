@@ -119,7 +119,7 @@ def d_down_projection(
 ) -> Projection:
     """d_out [T, H] is dy of each of a token's slots, times its routing weight.
 
-    `act` carries that weight already; the sides and the bias's column of ones do not.
+    `act` carries that weight already; the sides do not.
     """
     down, top_k = kept.down, kept.routing.weights.shape[1]
     weight = bias = a = b = None
@@ -136,8 +136,8 @@ def d_down_projection(
         kernels.dw.dw(d_out, rows, order, gather=top_k, out=b)
     if need.bias:
         bias = torch.empty_like(down.bias)  # [E, H]
-        rows = _in_order(kept.routing.weights, order, d_out.dtype)  # [S, 1]
-        kernels.dw.dw(d_out, rows, order, gather=top_k, out=bias[:, :, None])
+        weights = kept.routing.weights.contiguous()  # [T, K]
+        kernels.row_sums.row_sums(d_out, order, gather=top_k, slot_weight=weights, out=bias)
     return Projection(weight, bias, a, b)
 
 
@@ -148,8 +148,8 @@ def d_gate_up_projection(
     gate_up, top_k = kept.gate_up, kept.routing.weights.shape[1]
     weight = bias = b = None
     if need.bias:
-        bias, ones = torch.empty_like(gate_up.bias), d_pre.new_ones(len(d_pre), 1)  # [E, 2I]
-        kernels.dw.dw(ones, d_pre, order, out=bias[:, None])
+        bias = torch.empty_like(gate_up.bias)  # [E, 2I]
+        kernels.row_sums.row_sums(d_pre, order, out=bias)
     if need.weight:
         product = Product(x, d_pre, order, top_k, turned=True)
         weight = gradient(gate_up.weight, kept.gate_up_leaf, product)  # [E, 2I, H]

@@ -32,8 +32,8 @@ LINE = re.compile(r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), sh
         ("sm_120", "lora fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
-            f"{BASIC} llama4_scout one_token gpt_oss fp8_short",
-            KERNELS | HOPPER,
+            f"{BASIC} llama4_scout one_token gpt_oss nemotron_h fp8_short",
+            KERNELS | HOPPER | {"row_sums_kernel"},
         ),
     ],
     ids=lambda part: part if isinstance(part, str) else "",

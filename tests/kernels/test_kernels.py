@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -97,6 +100,43 @@ def test_combine_equals_its_twin_and_skips_dropped_rows(device, weighted):
     assert_close(ours, reference.combine(rows, order.slot_to_row, 3, weights), torch.float32)
 
 
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("weighted", (False, True))
+@pytest.mark.parametrize("gather", (0, 3))
+def test_row_sums_are_those_of_float64(device, gather, weighted):
+    """Of one expert with thousands of rows as exactly as of others, and as torch's own sum."""
+    from moe_patch.kernels.row_sums import row_sums
+
+    index = torch.randint(2, 6, (2000, 3), device=device)  # 5: dropped
+    index[:, 0] = 1  # and expert 0 has none
+    order = reference.sort_tokens(index, 5, 16)
+    rows = torch.randn(6000 // max(gather, 1), 37, device=device) + 0.2
+    if not gather:
+        rows[order.expert_offsets[-1] :] = float("nan")  # what a kernel may leave there
+    weights = torch.rand(2000, 3, device=device) if weighted else None
+    out = torch.full((5, 37), float("nan"), device=device)
+    row_sums(rows, order, gather=gather, slot_weight=weights, out=out)
+    assert not out[0].any()
+    for expert, (begin, end) in enumerate(itertools.pairwise(order.expert_offsets.tolist())):
+        slots = order.row_to_slot[begin:end]
+        mine = rows[slots // gather] if gather else rows[begin:end]
+        if weighted:
+            mine = mine * weights.flatten()[slots, None]
+        truth, plain = mine.double().sum(0), mine.sum(0)
+        error, bound = (out[expert] - truth).square().mean(), (plain - truth).square().mean()
+        assert error.sqrt() <= bound.sqrt() + 1e-7 * truth.square().mean().sqrt()
+
+
+def test_row_sums_keep_infinities(device):
+    from moe_patch.kernels.row_sums import row_sums
+
+    index = torch.zeros(100, 1, dtype=torch.long, device=device)
+    rows, out = torch.ones(100, 4, device=device), torch.empty(1, 4, device=device)
+    rows[3, 0], rows[5, 1], rows[7, 2], rows[70, 2] = math.inf, math.nan, math.inf, -math.inf
+    row_sums(rows, reference.sort_tokens(index, 1, 16), out=out)
+    assert out[0, 0] == math.inf and out[0, 1:3].isnan().all() and out[0, 3] == 100
+
+
 @pytest.mark.parametrize("rows", (1, 8, 20, 64, 150, 200, 5000))
 @pytest.mark.parametrize("shared", (65_536, 101_376, 166_912, 232_448))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
@@ -117,6 +157,26 @@ def test_every_tile_fits_the_chip(monkeypatch, rows, shared, dtype):
         assert tile.stages >= 1
         assert tile.bm * columns <= 256 * 128
         assert kernel.startswith("dw") or tile.bm == height
+
+
+@pytest.mark.parametrize("act", ("silu", "relu2 None 1.0 0.0 ungated"))
+def test_gate_up_is_started_with_a_lawful_number_of_warps(act, monkeypatch):
+    """An ungated one has the tiles of gemm, which may be those of warps with roles."""
+    from moe_patch.kernels import boxes, chips, gate_up, tiles
+
+    found = []
+    monkeypatch.setattr(gate_up, "_launches", lambda tile, *_, **__: found.append(tile) or print)
+    monkeypatch.setattr(chips, "chip", lambda device: chips.nvidia(90, 232_448))
+    monkeypatch.setattr(tiles, "INTERPRET", False)
+    monkeypatch.setattr(tiles, "has_gluon", lambda: True)
+    tiles._choose.cache_clear()
+    x, weight = torch.zeros(300, 256).half(), torch.zeros(1, 512, 256).half()
+    order = reference.sort_tokens(torch.zeros(300, 1, dtype=torch.long), 1, 128)
+    how = {"weight_on_input": False, "save_pre": True, "activation": act}
+    gate_up.gate_up(x, weight, order, x[:, :1], **how)
+    tiles._choose.cache_clear()
+    boxes._box.cache_clear()  # the CPU has no TMA
+    assert [tile.warps for tile in found] == [8]
 
 
 @pytest.mark.parametrize("inner, by_box", [(100, False), (104, True), (71, False)])

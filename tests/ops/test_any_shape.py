@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_patch import reference
 from moe_patch.activation import Activation
 from moe_patch.ops.experts import fused_experts
-from moe_patch.parity.law import measure, why_not
+from moe_patch.parity import law
 
 ACTS = (
     Activation(),
@@ -35,6 +35,8 @@ EXTRAS = ((), (), ("bias",), ("fp8",), ("low rank",), ("on input",))
 PACKED = (("nf4",), ("mxfp4", "bias"), ("int4", "low rank"), ("int4 with zeros", "on input"))
 ROUTINGS = ("random", "one", "repeat", "sentinel", "skewed")
 SEEDS = 32
+DRAWS = 8
+"""Of a run whose first one breaks the law."""
 
 
 @dataclass(frozen=True)
@@ -159,30 +161,70 @@ def exactly(arguments: dict[str, Any]) -> dict[str, Any]:
     return exact
 
 
-def check(found: Geometry, device: torch.device) -> None:
-    """Inference, training and all gradients of every run: the parity law, and the same bits twice.
+def independent(truth: Tensor, slots: bool) -> float:
+    """How many numbers the errors of a result hang on, at most.
+
+    Each element of a row's activations, or of their gradients, has one error, and a gradient of a
+    weight has it in all elements of a row or a column. Equal choices of a token (`slots`: the
+    result is of routing weights) have equal errors.
+    """
+    if slots:
+        return law.effective(truth.square().sum(1).sqrt())
+    if truth.dim() < 3:
+        return truth.numel()
+    return min(law.effective(truth.square().sum(axis).sqrt()) for axis in (1, 2))
+
+
+def measured(
+    found: Geometry, tokens: int, routing: str, device: torch.device
+) -> list[tuple[law.Errors, float]]:
+    """Errors of every result of inference and training, and the numbers that they hang on.
 
     In the place of Hugging Face's own result stands the plain loop over experts, in the same dtype.
+    Asserts that a second time gives the same bits.
+    """
+    arguments = operands(found, tokens, routing, device)
+    exact = exactly(arguments)
+    truth = reference.fused_experts(**exact)
+    d_out, weights = torch.randn_like(truth), arguments["top_k_weights"]
+
+    def step(function, arguments=arguments):
+        with torch.no_grad():
+            inferred = function(**arguments)
+        out = function(**arguments)
+        return inferred, out, *gradients(out, d_out, *tensors(arguments))
+
+    ours, plain = step(fused_experts), step(reference.fused_experts)
+    truths = step(reference.fused_experts, exact)
+    for first, second in zip(ours, step(fused_experts)):
+        assert torch.equal(first, second), f"{tokens} tokens, {routing}: other bits"
+    wanted = [x is weights for x in tensors(arguments) if x.requires_grad]
+    return [
+        (law.measure(mine.detach(), [other.detach()], true), independent(true.detach(), slots))
+        for mine, other, true, slots in zip(ours, plain, truths, (False, False, *wanted))
+    ]
+
+
+def check(found: Geometry, device: torch.device) -> None:
+    """The parity law on every result of every run.
+
+    Where it is broken, errors of more draws are added: a ratio of few numbers may be large by luck.
     """
     for tokens, routing in found.runs:
-        arguments = operands(found, tokens, routing, device)
-        exact = exactly(arguments)
-        truth = reference.fused_experts(**exact)
-        d_out = torch.randn_like(truth)
+        every = measured(found, tokens, routing, device)
+        if any(broken(each, found.dtype) for each in every):
+            for _ in range(DRAWS - 1):
+                more = measured(found, tokens, routing, device)
+                every = [(a + b, n + m) for (a, n), (b, m) in zip(every, more)]
+        for at, each in enumerate(every):
+            why = broken(each, found.dtype)
+            assert not why, f"{tokens} tokens, {routing}: result {at}: {why[0]}"
 
-        def step(function, arguments=arguments, d_out=d_out):
-            with torch.no_grad():
-                inferred = function(**arguments)
-            out = function(**arguments)
-            return inferred, out, *gradients(out, d_out, *tensors(arguments))
 
-        ours, plain = step(fused_experts), step(reference.fused_experts)
-        truths = step(reference.fused_experts, exact)
-        for at, (mine, other, true) in enumerate(zip(ours, plain, truths, strict=True)):
-            broken = why_not(measure(mine, [other], true), found.dtype, guards=False)
-            assert not broken, f"{tokens} tokens, {routing}: result {at}: {broken[0]}"
-        for first, second in zip(ours, step(fused_experts)):
-            assert torch.equal(first, second), f"{tokens} tokens, {routing}: other bits"
+def broken(result: tuple[law.Errors, float], dtype: torch.dtype) -> list[str]:
+    errors, numbers = result
+    numbers = min(numbers, law.MIN_NUMBERS)
+    return law.why_not(errors, dtype, guards=False, numbers=numbers)
 
 
 def drawn(number: int, count: int, **limits: Any):

@@ -191,6 +191,7 @@ def cases() -> Iterator[Callable[[], None]]:
         yield partial(grouped_router, *router)
     for size, act, transposed in itertools.product(SIZES[:4], FORMS, layouts):
         yield partial(other_forms, size, act, transposed)
+    yield partial(other_forms, SIZES[-1], FORMS[1], False)
     for size, scales in itertools.product(SIZES[:4], (torch.float32, torch.float8_e8m0fnu)):
         for transposed in layouts:
             yield partial(fp8_training, size, scales, transposed)
