@@ -936,6 +936,12 @@ def gluon_load() -> Any:
     return getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
+def gluon_store() -> Any:
+    """Gluon's function that writes a tile by TMA, which had another name before Triton 3.8."""
+    tma = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper").tma
+    return getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
 def gluon_copy() -> Any:
     """Gluon's function that copies by pointers (cp.async), with another name before Triton 3.8."""
     copies = importlib.import_module("triton.experimental.gluon.language.nvidia.ampere").async_copy

@@ -100,6 +100,17 @@ def _launch_on_hopper(**sizes: int) -> Launch:
     return Launch(dw_hopper_kernel, PLAN=Plan(**sizes), num_warps=4)
 
 
+def _shape(m: int, gather_left: bool, tile: Tile) -> tuple[int, int, int, int]:
+    """(rows and columns of a tile of a result with m rows, warpgroups that share the rows, stages).
+
+    192 x 256 read 22 % less than 128 x 256 for a product, unless many of the rows are past m.
+    """
+    bm, bn = (tile.bm, tile.bn) if gather_left else (tile.bn, tile.bm)
+    if 8 * 192 * cdiv(m, 192) <= 9 * bm * cdiv(m, bm):
+        return 192, 256, 3, min(tile.stages, 3)
+    return bm, bn, 2, tile.stages
+
+
 def _on_hopper(
     p: Tensor, q: Tensor, order: ExpertOrder, gather: int, out: Tensor, add: bool, tile: Tile
 ) -> bool:
@@ -107,21 +118,28 @@ def _on_hopper(
     left = out.stride(2) == 1  # p's columns are the rows of `out` as it lies
     lies = out if left else out.transpose(1, 2)
     (experts, m, n), (stride_e, stride_m, stride_n) = lies.shape, lies.stride()
-    bm, bn = (tile.bm, tile.bn) if left else (tile.bn, tile.bm)
+    bm, bn, parts, stages = _shape(m, left, tile)
     sizes = (m, n, p.stride(0), q.stride(0), p.data_ptr() // p.element_size())
     if stride_n != 1 or p.dtype != q.dtype or any(size % 8 for size in sizes):
         return False
-    block = (64, bn if left else bm // 2)
+    block = (64, bn if left else bm // parts)
     box = gluon_box(q.data_ptr(), q.dtype, (len(q), n if left else m), block, q.stride(0))
     if box is None:
         return False
+    boxes, room = None, parts == 3 or (left and not add)  # beside the ring
+    if room and out.dtype == p.dtype and lies.is_contiguous():
+        boxes = gluon_box(out.data_ptr(), out.dtype, (experts * m, n), (64, 64))
     start = _launch_on_hopper(
         m=m, n=n, stride_e=stride_e, stride_m=stride_m, gather=gather, gather_left=left,
         stride_gathered=p.stride(0), stride_dense=q.stride(0), add=add,
-        bm=bm, bn=bn, stages=tile.stages,
+        bm=bm, bn=bn, parts=parts, stages=stages, boxed=boxes is not None,
     )  # fmt: skip
     programs = min(chips.multiprocessors(p.device), experts * cdiv(m, bm) * cdiv(n, bn))
-    start((programs,), p, q, box, out, order.row_to_slot, order.expert_offsets, experts)
+    boxes = out if boxes is None else boxes
+    start(
+        (programs,), p, q, box, out, boxes, order.num_tiles.new_zeros(1), order.row_to_slot,
+        order.expert_offsets, experts,
+    )  # fmt: skip
     return True
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,10 +13,15 @@ from torch import Tensor
 from ..activation import parse
 from ..formats.packed import Packed
 from ..order import ExpertOrder
-from .activate import glu
+from . import chips
+from .activate import gate_of, glu
+from .boxes import gluon_box
+from .launch import Launch, cdiv
 from .tiles import (
     NO_UPDATE,
+    ROLES,
     LowRank,
+    Tile,
     Update,
     choose,
     dot_precision,
@@ -133,6 +141,56 @@ def gate_up_kernel(
 _launches = launches(gate_up_kernel)
 
 
+@functools.lru_cache(1024)
+def _launch_on_hopper(activation: str, **sizes: Any) -> Launch:
+    from .hopper.gate_up import Plan, gate_up_hopper_kernel
+
+    return Launch(gate_up_hopper_kernel, PLAN=Plan(**sizes), GATE=gate_of(activation), num_warps=4)
+
+
+def _on_hopper(
+    x: Tensor,
+    weight: Tensor,
+    order: ExpertOrder,
+    slot_weight: Tensor | None,
+    act: Tensor,
+    pre: Tensor,
+    tile: Tile,
+    activation: str,
+) -> bool:
+    """Starts the kernel in hopper/, unless the operands' boxes are not lawful. `slot_weight` is
+    None where rows are not multiplied by it."""
+    (experts, width, hidden), inner = weight.shape, act.shape[1]
+    k_major, save_pre = weight.stride(2) == 1, pre.numel() > 0
+    stored = weight if k_major else weight.transpose(1, 2)
+    by_16_bytes = not (x.stride(0) % 8 or x.data_ptr() % 16)
+    if not (stored.is_contiguous() and by_16_bytes and order.block_m == tile.bm):
+        return False
+    lines, columns = experts * stored.shape[1], stored.shape[2]
+    block = (tile.bn, tile.bk) if k_major else (tile.bk, tile.bn)
+    w_box = gluon_box(stored.data_ptr(), x.dtype, (lines, columns), block)
+    box = functools.partial(gluon_box, dtype=x.dtype, shape=act.shape, block=(64, 64))
+    act_box = gate_box = up_box = box(act.data_ptr())
+    if save_pre:
+        gate_box = box(pre.data_ptr(), stride=width)
+        up_box = box(pre.data_ptr() + inner * pre.element_size(), stride=width)
+    if w_box is None or act_box is None or gate_box is None or up_box is None:
+        return False
+    start = _launch_on_hopper(
+        activation, inner=inner, k=hidden, stride_x=x.stride(0),
+        top_k=len(order.row_to_slot) // len(x), weight_on_input=slot_weight is not None,
+        save_pre=save_pre, group_m=tile.group_m, stages=tile.stages, right_turned=k_major,
+    )  # fmt: skip
+    tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
+    start(
+        (min(chips.multiprocessors(x.device), tiles),),
+        x, w_box, act if slot_weight is None else slot_weight, act, act_box,
+        pre if save_pre else act, gate_box, up_box, order.num_tiles.new_zeros(1),
+        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
+    )  # fmt: skip
+    return True
+
+
 def gate_up(
     x: Tensor,
     weight: Tensor | Packed,
@@ -177,8 +235,13 @@ def gate_up(
         device,
         low_rank is not None,
     )
-    tile = without_roles(tile, 4)  # an ungated product has gemm's tiles
     packed = isinstance(weight, Packed)
+    if tile.warps == ROLES:  # an ungated product has gemm's tiles
+        as_it_lies = bias is None and low_rank is None and form == "concatenated"
+        on_input = slot_weight if weight_on_input else None
+        if as_it_lies and _on_hopper(x, weight, order, on_input, act, pre, tile, activation):
+            return act, pre
+        tile = without_roles(tile, 4)
     turned = form == "concatenated" and not packed and weight.stride(2) != 1
     halves = 2 if form == "concatenated" and not turned else 1
     columns = 2 * tile.bn if form == "interleaved" else tile.bn

@@ -107,14 +107,15 @@ def _on_hopper(x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, tile:
     lines, columns = experts * stored.shape[1], stored.shape[2]
     block = (tile.bn, tile.bk) if k_major else (tile.bk, tile.bn)
     w_box = gluon_box(stored.data_ptr(), x.dtype, (lines, columns), block)
-    if x_box is None or w_box is None:
+    out_box = gluon_box(out.data_ptr(), out.dtype, (len(out), n), (64, 64))
+    if x_box is None or w_box is None or out_box is None:
         return False
     start = _launch_on_hopper(
         n=n, k=k, group_m=tile.group_m, stages=tile.stages, right_turned=k_major
     )
     programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
     start(
-        (programs,), x_box, w_box, out, order.num_tiles.new_zeros(1),
+        (programs,), x_box, w_box, out, out_box, order.num_tiles.new_zeros(1),
         order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True

@@ -29,7 +29,8 @@ if INTERPRET:
 W8, W4 = "_w8", "_w4"
 """End the names of kernels that read weights of 8 and of 4 bits, with rows of another dtype."""
 ROLES = 12
-"""Warps of a tile of the kernels in hopper/: two warpgroups multiply, the third loads."""
+"""Warps of a tile of the kernels in hopper/: two warpgroups multiply, the third loads. (dw may let
+three multiply larger ones.)"""
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def heuristic(product: Product) -> Tile:
             tile = Tile(bm, bn, bk, 4, 3 if bm == 128 else 4)
         return fit(kernel, tile, n, dtype.itemsize, chip.shared)
     if _has_roles(product):
-        return fit(kernel, Tile(128, 256, 64, ROLES, 4), n, dtype.itemsize, chip.shared)
+        bn = 128 if kernel == "gate_up" else 256
+        return fit(kernel, Tile(128, bn, 64, ROLES, 4), n, dtype.itemsize, chip.shared)
     if kernel.startswith("dw"):
         bm = 64 if dtype == torch.float32 or chip.small else 128
     if dtype == torch.float32:
@@ -208,13 +210,14 @@ def heuristic(product: Product) -> Tile:
 
 
 def _has_roles(product: Product) -> bool:
-    """Whether a kernel in hopper/ is faster, as at every size that was measured: 256 and 1024 rows
-    an expert. Left out: fewer steps than its ring has stages, and dw that mostly stores."""
+    """Whether a kernel in hopper/ is faster, as at every size that was measured: 64 to 1024 rows an
+    expert. Left out: fewer steps than its ring has stages."""
     kernel, bm, rows, n, k, dtype, device, low_rank = product
-    if not chips.chip(device).wgmma or dtype.itemsize != 2 or low_rank or n < 256:
+    least = 128 if kernel == "gate_up" else 256
+    if not chips.chip(device).wgmma or dtype.itemsize != 2 or low_rank or n < least:
         return False
-    large = kernel == "gemm" and bm == 128 and k % 64 == 0 and k >= 256
-    return (large or (kernel == "dw_gathered" and rows >= 512)) and has_gluon()
+    large = kernel in ("gate_up", "gemm") and bm == 128 and k % 64 == 0 and k >= 256
+    return (large or (kernel == "dw_gathered" and rows >= 64)) and has_gluon()
 
 
 def without_roles(tile: Tile, stages: int) -> Tile:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_patch.kernels import chips, dw, grouped_gemm, tiles
+from moe_patch.kernels import chips, dw, gate_up, grouped_gemm, tiles
 from moe_patch.kernels.tiles import ROLES, Product, Tile
 from moe_patch.ops.grouped import sort
 
@@ -26,9 +26,9 @@ def hopper(device):
 
 @pytest.fixture
 def ours(monkeypatch):
-    """Answers of both `_on_hopper`, in turn."""
+    """Answers of every `_on_hopper`, in turn."""
     answers = []
-    for module in (grouped_gemm, dw):
+    for module in (gate_up, grouped_gemm, dw):
 
         def asked(*arguments, original=module._on_hopper):
             answers.append(original(*arguments))
@@ -63,9 +63,7 @@ def test_grouped_gemm(number, hopper, ours):
     order, tokens, top_k = random_order(draw, hopper, dtype)
     experts, slots = order.expert_offsets.numel() - 1, tokens * top_k
     n_major = draw.random() < 0.5
-    n, k = draw.randint(256, 1600), 64 * draw.randint(4, 20)
-    if n_major:
-        n -= n % 8
+    n, k = 8 * draw.randint(32, 200), 64 * draw.randint(4, 20)
     x = with_slack(draw, slots, k, dtype, hopper)
     weight = torch.randn(experts, n, k, device=hopper).to(dtype)
     if n_major:
@@ -87,6 +85,44 @@ def test_grouped_gemm(number, hopper, ours):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("number", range(24))
+def test_gate_up(number, hopper, ours):
+    """The bits of the kernel for every chip: ragged tiles, clamps, weights on the input."""
+    draw, dtype = random.Random(number), HALVES[number % 2]
+    torch.manual_seed(number)
+    order, tokens, top_k = random_order(draw, hopper, dtype)
+    experts, slots = order.expert_offsets.numel() - 1, tokens * top_k
+    inner, k = 8 * draw.randint(16, 80), 64 * draw.randint(4, 20)
+    x = with_slack(draw, tokens, k, dtype, hopper)
+    weight = torch.randn(experts, 2 * inner, k, device=hopper).to(dtype) * 0.1
+    if draw.random() < 0.5:
+        weight = weight.mT.contiguous().mT
+    slot_weight = torch.rand(tokens, top_k, device=hopper)
+    how = {
+        "weight_on_input": draw.random() < 0.3,
+        "save_pre": draw.random() < 0.7,
+        "activation": draw.choice(("silu", "gelu_tanh", "silu 7.0 1.702 1.0 concatenated")),
+    }
+    tile = Tile(128, 128, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
+
+    def product(tile):
+        made = torch.full((slots, inner), 7.0, device=hopper, dtype=dtype)
+        pre = torch.full((slots, 2 * inner), 7.0, device=hopper, dtype=dtype)
+        into = made, pre if how["save_pre"] else pre[:0]
+        with tiles.forced("gate_up", tile):
+            return gate_up.gate_up(x, weight, order, slot_weight, **how, into=into)
+
+    expected = product(replace(tile, warps=8, stages=3))
+    assert not ours
+    for _ in range(3):
+        for mine, other in zip(product(tile), expected, strict=True):
+            assert torch.equal(mine, other)
+    assert ours == [True] * 3
+    used = int(order.expert_offsets[-1])
+    assert all(bool((each[used:] == 7).all()) for each in expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("number", range(32))
 def test_dw(number, hopper, ours):
     draw, dtype = random.Random(number), HALVES[number % 2]
@@ -96,7 +132,7 @@ def test_dw(number, hopper, ours):
     experts, slots = offsets.numel() - 1, tokens * top_k
     m, n = 8 * draw.randint(1, 120), 8 * draw.randint(1, 120)
     p, q = with_slack(draw, tokens, m, dtype, hopper), with_slack(draw, slots, n, dtype, hopper)
-    add, kind = draw.random() < 0.5, draw.choice((dtype, torch.float32))
+    add, kind = draw.random() < 0.3, draw.choice((dtype, dtype, torch.float32))
     turned, poisoned = draw.random() < 0.5, draw.randrange(experts)
     start = torch.randn(experts, m, n, device=hopper).to(kind)
     tile = Tile(128, 256, 64, ROLES, draw.choice((2, 3, 4)))
@@ -138,6 +174,21 @@ def test_other_operands_run_in_triton(hopper, ours):
 
 
 @pytest.mark.parametrize(
+    "m, gather_left, shape",
+    [
+        (1536, False, (192, 256, 3, 3)),
+        (2048, True, (192, 256, 3, 3)),
+        (768, True, (192, 256, 3, 3)),
+        (1408, True, (192, 256, 3, 3)),
+        (256, False, (256, 128, 2, 4)),
+        (256, True, (128, 256, 2, 4)),
+    ],
+)
+def test_tiles_of_192_rows_leave_few_of_them_empty(m, gather_left, shape):
+    assert dw._shape(m, gather_left, Tile(128, 256, 64, ROLES, 4)) == shape
+
+
+@pytest.mark.parametrize(
     "kernel, rows, n, k, dtype, low_rank, roles",
     [
         ("gemm", 1024, 2048, 768, torch.bfloat16, False, True),
@@ -147,9 +198,13 @@ def test_other_operands_run_in_triton(hopper, ours):
         ("gemm", 1024, 2048, 768, torch.bfloat16, True, False),
         ("gemm", 1024, 128, 768, torch.bfloat16, False, False),
         ("dw_gathered", 1024, 768, 2048, torch.bfloat16, False, True),
-        ("dw_gathered", 256, 768, 2048, torch.bfloat16, False, False),
+        ("dw_gathered", 64, 768, 2048, torch.bfloat16, False, True),
+        ("dw_gathered", 32, 768, 2048, torch.bfloat16, False, False),
         ("dw", 1024, 768, 2048, torch.bfloat16, False, False),
-        ("gate_up", 1024, 768, 2048, torch.bfloat16, False, False),
+        ("gate_up", 1024, 768, 2048, torch.bfloat16, False, True),
+        ("gate_up", 1024, 128, 2048, torch.bfloat16, False, True),
+        ("gate_up", 1024, 768, 2048, torch.bfloat16, True, False),
+        ("gate_up_w4", 1024, 768, 2048, torch.bfloat16, False, False),
     ],
 )
 def test_where_they_are_faster(monkeypatch, kernel, rows, n, k, dtype, low_rank, roles):

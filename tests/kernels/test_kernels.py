@@ -165,6 +165,7 @@ def test_gate_up_is_started_with_a_lawful_number_of_warps(act, monkeypatch):
     from moe_patch.kernels import boxes, chips, gate_up, tiles
 
     found = []
+    monkeypatch.setattr(gate_up, "_on_hopper", lambda *_: False)
     monkeypatch.setattr(gate_up, "_launches", lambda tile, *_, **__: found.append(tile) or print)
     monkeypatch.setattr(chips, "chip", lambda device: chips.nvidia(90, 232_448))
     monkeypatch.setattr(tiles, "INTERPRET", False)

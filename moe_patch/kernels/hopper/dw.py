@@ -1,21 +1,23 @@
 """dw for Hopper: an expert's rows are the reduction; one operand is gathered, the other in order.
 
-128 columns of the gathered one come by cp.async, 256 of the other through TMA. In an expert's last
+Columns of the gathered one come by cp.async, those of the other through TMA. In an expert's last
 block of rows both come by cp.async, and rows past the end are zeros, because a neighbour's may hold
 NaN. The gathered operand's columns are the result's rows or its columns: as the result lies.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...compat import gluon_copy, gluon_load
-from .ring import BK, multiply, ring_of, store, wait_empty
+from .ring import BK, multiply, ring_of, wait_empty
+from .stores import staged_for, store, store_boxes
+from .turns import take, told, turns_of
 
 async_load, copy = gluon_load(), gluon_copy()
 
@@ -36,10 +38,39 @@ class Plan(NamedTuple):
     add: bool
     bm: int
     bn: int
+    parts: int
     stages: int
+    boxed: bool
+    """The result is written through TMA, as boxes [bm / parts, 64] of [E * m, n]."""
     left_turned: bool = True
     right_turned: bool = False
     copied: bool = True
+
+
+class Operands(NamedTuple):
+    """What is multiplied, inside a kernel; `box` is of `dense`."""
+
+    gathered: Any
+    dense: Any
+    box: Any
+    row_to_slot: Any
+
+
+class Result(NamedTuple):
+    """Where it goes; `boxes` of it, by way of `staged`, if it is boxed."""
+
+    out: Any
+    boxes: Any
+    staged: Any
+
+
+class Work(NamedTuple):
+    """What all warpgroups share; `total` tiles."""
+
+    expert_offsets: Any
+    total: Any
+    ring: Any
+    turns: Any
 
 
 @gluon.jit
@@ -58,95 +89,131 @@ def _place(at, expert_offsets, PLAN: gl.constexpr):
 def _columns(ring, stage, part: gl.constexpr, LEFT: gl.constexpr, PLAN: gl.constexpr):
     """The part-th 64 columns of a stage of the left operand, or of the right one."""
     if LEFT:
-        PARTS: gl.constexpr = PLAN.bm // 128  # of a half
-        half = ring.left.index(2 * stage + part // PARTS)
-        return half.slice(part % PARTS * 64, 64, dim=1)
+        WIDTH: gl.constexpr = PLAN.bm // PLAN.parts // 64
+        left = ring.left.index(PLAN.parts * stage + part // WIDTH)
+        return left.slice(part % WIDTH * 64, 64, dim=1)
     else:
         return ring.right.index(stage).slice(part * 64, 64, dim=1)
 
 
 @gluon.jit
 def _copy(
-    rows, inside, first, ring, stage,
-    PARTS: gl.constexpr, N: gl.constexpr, LEFT: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """Begins to copy PARTS times 64 columns, from `first` on, of rows that are pointers [64, 1];
+    rows, inside, first, ring, stage, N: gl.constexpr, LEFT: gl.constexpr, PLAN: gl.constexpr
+):
+    """Begins to copy all columns of an operand, from `first` on, of rows that are pointers [64, 1];
     zeros where a row is not inside, and from column N on."""
+    WIDTH: gl.constexpr = PLAN.bm if LEFT else PLAN.bn
     by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     column = first + gl.arange(0, 64, gl.SliceLayout(0, by))
-    for part in gl.static_range(PARTS):
+    for part in gl.static_range(WIDTH // 64):
         n = gl.expand_dims(column + part * 64, 0)
         to = _columns(ring, stage, part, LEFT, PLAN)
         copy(to, rows + n, inside & (n < N))
 
 
 @gluon.jit
-def _produce(gathered, dense, box, row_to_slot, expert_offsets, ring, total, PLAN: gl.constexpr):
+def _produce(operands, work, PLAN: gl.constexpr):
     GATHERED: gl.constexpr = PLAN.m if PLAN.gather_left else PLAN.n
     DENSE: gl.constexpr = PLAN.n if PLAN.gather_left else PLAN.m
+    PARTS: gl.constexpr = PLAN.parts
+    BYTES: gl.constexpr = (PLAN.bn if PLAN.gather_left else PLAN.bm) * BK * 2
     by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     local = gl.arange(0, BK, gl.SliceLayout(1, by))
-    step = 0
-    for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        _, begin, end, m0, n0 = _place(at, expert_offsets, PLAN)
+    step, turn = 0, 0
+    at = gl.program_id(0)
+    while at < work.total:
+        _, begin, end, m0, n0 = _place(at, work.expert_offsets, PLAN)
+        at = take(work.turns, turn)
+        turn += 1
         gathered_at = m0 if PLAN.gather_left else n0
         dense_at = n0 if PLAN.gather_left else m0
         for row in range(begin, end, BK):
             rows = row + local
             inside = rows < end
-            slot = gl.load(row_to_slot + rows, mask=inside, other=0)
+            slot = gl.load(operands.row_to_slot + rows, mask=inside, other=0)
             source = (slot // PLAN.gather).to(gl.int64) * PLAN.stride_gathered
-            source = gathered + gl.expand_dims(source, 1)
+            source = operands.gathered + gl.expand_dims(source, 1)
             inside = gl.expand_dims(inside, 1)
-            stage = wait_empty(ring, step, PLAN)
-            full = ring.full.index(stage)
-            _copy(source, inside, gathered_at, ring, stage, 2, GATHERED, PLAN.gather_left, PLAN)
+            stage = wait_empty(work.ring, step, PLAN)
+            full = work.ring.full.index(stage)
+            _copy(source, inside, gathered_at, work.ring, stage, GATHERED, PLAN.gather_left, PLAN)
             if row + BK <= end:
-                mbarrier.expect(full, BK * 256 * 2)
+                mbarrier.expect(full, BYTES)
                 if PLAN.gather_left:
-                    async_load(box, [row, dense_at], full, ring.right.index(stage))
+                    async_load(operands.box, [row, dense_at], full, work.ring.right.index(stage))
                 else:
-                    async_load(box, [row, dense_at], full, ring.left.index(2 * stage))
-                    async_load(box, [row, dense_at + 128], full, ring.left.index(2 * stage + 1))
+                    for part in gl.static_range(PARTS):
+                        n = dense_at + part * (PLAN.bm // PARTS)
+                        async_load(
+                            operands.box, [row, n], full, work.ring.left.index(PARTS * stage + part)
+                        )
             else:
-                source = dense + gl.expand_dims(rows.to(gl.int64) * PLAN.stride_dense, 1)
-                _copy(source, inside, dense_at, ring, stage, 4, DENSE, not PLAN.gather_left, PLAN)
+                source = operands.dense + gl.expand_dims(rows.to(gl.int64) * PLAN.stride_dense, 1)
+                _copy(source, inside, dense_at, work.ring, stage, DENSE, not PLAN.gather_left, PLAN)
                 mbarrier.arrive(full, count=1)
             async_copy.mbarrier_arrive(full, increment_count=False)
             step += 1
 
 
 @gluon.jit
-def _consume(out, expert_offsets, ring, total, PART: gl.constexpr, PLAN: gl.constexpr):
-    step = 0
-    for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, begin, end, m0, n0 = _place(at, expert_offsets, PLAN)
+def _consume(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
+    step, turn = 0, 0
+    at = gl.program_id(0)
+    while at < work.total:
+        expert, begin, end, m0, n0 = _place(at, work.expert_offsets, PLAN)
         steps = (end - begin + BK - 1) // BK
-        acc = multiply(ring, step, steps, PART, PLAN)
+        acc = multiply(work.ring, step, steps, PART, PLAN)
         step += steps
-        m0 += PART * (PLAN.bm // 2)
-        m_end = PLAN.m
-        if PLAN.add:  # to an expert without rows nothing is added
-            m_end = gl.where(steps > 0, PLAN.m, 0)
-        to = out + expert.to(gl.int64) * PLAN.stride_e
-        store(acc, to, m0, m_end, n0, PLAN.n, PLAN.stride_m, PLAN.add)
+        m0 += PART * (PLAN.bm // PLAN.parts)
+        if steps > 0 or not PLAN.add:  # to an expert without rows nothing is added
+            if PLAN.boxed:
+                first = expert * PLAN.m
+                store_boxes(
+                    acc, result.out, result.boxes, result.staged, first + m0, first + PLAN.m, n0,
+                    PLAN.stride_m, PLAN.n, PLAN.add, PART,
+                )  # fmt: skip
+            else:
+                to = result.out + expert.to(gl.int64) * PLAN.stride_e
+                store(acc, to, m0, PLAN.m, n0, PLAN.n, PLAN.stride_m, PLAN.add)
+        at = told(work.turns, turn)
+        turn += 1
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["experts"])
 def dw_hopper_kernel(
-    gathered, dense, box, out, row_to_slot, expert_offsets, experts, PLAN: gl.constexpr
-):
-    """`box` is of `dense`: [64, 256], or [64, 128] where its columns are the result's rows."""
+    gathered, dense, box, out, boxes, taken, row_to_slot, expert_offsets, experts,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """`box` is of `dense`: [64, bn], or [64, bm / parts] where its columns are the result's rows;
+    `boxes` are of `out`, or are `out` itself; `taken` is one zero."""
     NUM_M: gl.constexpr = (PLAN.m + PLAN.bm - 1) // PLAN.bm
     NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
     total = experts * (NUM_M * NUM_N)
-    ring = ring_of(gathered.dtype.element_ty, PLAN)
-    gl.warp_specialize(
-        [
-            (_consume, (out, expert_offsets, ring, total, 0, PLAN)),
-            (_consume, (out, expert_offsets, ring, total, 1, PLAN)),
-            (_produce, (gathered, dense, box, row_to_slot, expert_offsets, ring, total, PLAN)),
-        ],
-        [4, 4],
-        [224, 56],
-    )
+    ring, turns = ring_of(gathered.dtype.element_ty, PLAN), turns_of(taken, PLAN)
+    staged = ring.left  # not used
+    if PLAN.boxed:
+        staged = staged_for(gathered.dtype.element_ty, PLAN)
+    operands = Operands(gathered, dense, box, row_to_slot)
+    result, work = Result(out, boxes, staged), Work(expert_offsets, total, ring, turns)
+    if PLAN.parts == 3:
+        gl.warp_specialize(
+            [
+                (_consume, (result, work, 0, PLAN)),
+                (_consume, (result, work, 1, PLAN)),
+                (_consume, (result, work, 2, PLAN)),
+                (_produce, (operands, work, PLAN)),
+            ],
+            [4, 4, 4],
+            [160, 160, 32],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (result, work, 0, PLAN)),
+                (_consume, (result, work, 1, PLAN)),
+                (_produce, (operands, work, PLAN)),
+            ],
+            [4, 4],
+            [224, 56],
+        )

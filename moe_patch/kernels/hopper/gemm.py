@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...compat import gluon_load
 from ..tiles import place
-from .ring import BK, multiply, pass_over, ring_of, store, wait_empty
+from .ring import BK, multiply, pass_over, ring_of, wait_empty
+from .stores import staged_for, store_boxes
+from .turns import take, told, turns_of
 
 async_load = gluon_load()
 
@@ -32,6 +34,7 @@ class Plan(NamedTuple):
     """The weight's reduction is contiguous in memory; else its columns are."""
     bm: int = 128
     bn: int = 256
+    parts: int = 2
     left_turned: bool = False
     copied: bool = False
 
@@ -43,49 +46,6 @@ class Order(NamedTuple):
     tile_expert: Any
     tile_row: Any
     total: Any
-
-
-class Turns(NamedTuple):
-    """The producer takes a tile for its program and tells the others through two slots."""
-
-    taken: Any
-    """How many tiles are, besides the first of every program; in global memory."""
-    slot: Any
-    full: Any
-    empty: Any
-
-
-@gluon.jit
-def _turns_of(taken):
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slot = gl.allocate_shared_memory(gl.int32, [2, 1], layout)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    return Turns(taken, slot, full, empty)
-
-
-@gluon.jit
-def _take(turns, turn):
-    """The next tile, told to the others."""
-    at = gl.num_programs(0) + gl.atomic_add(turns.taken, 1, sem="relaxed")
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(turns.empty.index(turn % 2), (turn // 2) & 1 ^ 1)
-    turns.slot.index(turn % 2).store(gl.full([1], at, gl.int32, one))
-    mbarrier.arrive(turns.full.index(turn % 2), count=1)
-    return at
-
-
-@gluon.jit
-def _told(turns, turn):
-    """The tile that the producer took."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(turns.full.index(turn % 2), (turn // 2) & 1)
-    at = gl.max(turns.slot.index(turn % 2).load(one), axis=0)
-    mbarrier.arrive(turns.empty.index(turn % 2), count=1)
-    return at
 
 
 @gluon.jit
@@ -103,7 +63,7 @@ def _produce(x, w, order, ring, turns, PLAN: gl.constexpr):
     at = gl.program_id(0)
     while at < order.total:
         expert, first, _, column = _place(at, order, PLAN)
-        at = _take(turns, turn)
+        at = take(turns, turn)
         turn += 1
         n = column * PLAN.bn
         for k in range(0, PLAN.k, BK):
@@ -120,7 +80,7 @@ def _produce(x, w, order, ring, turns, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _consume(out, order, ring, turns, PART: gl.constexpr, PLAN: gl.constexpr):
+def _consume(out, box, staged, order, ring, turns, PART: gl.constexpr, PLAN: gl.constexpr):
     STEPS: gl.constexpr = PLAN.k // BK
     step, turn = 0, 0
     at = gl.program_id(0)
@@ -131,24 +91,28 @@ def _consume(out, order, ring, turns, PART: gl.constexpr, PLAN: gl.constexpr):
         acc = multiply(ring, step, read, PART, PLAN)
         pass_over(ring, step, STEPS - read, PLAN)
         step += STEPS
-        store(acc, out, first, end, column * PLAN.bn, PLAN.n, PLAN.n, False)
-        at = _told(turns, turn)
+        if first < end:
+            n = column * PLAN.bn
+            store_boxes(acc, out, box, staged, first, end, n, PLAN.n, PLAN.n, False, PART)
+        at = told(turns, turn)
         turn += 1
+    tma.store_wait(0)
 
 
 @gluon.jit
 def gemm_hopper_kernel(
-    x, w, out, taken, expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr
+    x, w, out, box, taken, expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr
 ):
     """x [S, K] as boxes [64, 64]; w as boxes [256, 64] of [E * N, K] or [64, 256] of [E * K, N],
-    with K a multiple of 64; `taken` is one zero."""
+    with K a multiple of 64; out [S, N] as it is, and as boxes [64, 64]; `taken` is one zero."""
     total = gl.load(num_tiles) * ((PLAN.n + PLAN.bn - 1) // PLAN.bn)
     order = Order(expert_offsets, tile_expert, tile_row, total)
-    ring, turns = ring_of(out.dtype.element_ty, PLAN), _turns_of(taken)
+    ring, turns = ring_of(out.dtype.element_ty, PLAN), turns_of(taken, PLAN)
+    staged = staged_for(out.dtype.element_ty, PLAN)
     gl.warp_specialize(
         [
-            (_consume, (out, order, ring, turns, 0, PLAN)),
-            (_consume, (out, order, ring, turns, 1, PLAN)),
+            (_consume, (out, box, staged, order, ring, turns, 0, PLAN)),
+            (_consume, (out, box, staged, order, ring, turns, 1, PLAN)),
             (_produce, (x, w, order, ring, turns, PLAN)),
         ],
         [4, 4],

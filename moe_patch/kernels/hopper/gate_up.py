@@ -1,0 +1,193 @@
+"""gate_up for Hopper: rows gathered by token, a gate and its up side by side, activated as stored.
+
+A tile is 128 rows of one expert by 128 columns of the gate and the same 128 of up. One warpgroup
+copies rows by cp.async and brings weights through TMA; two own 64 rows each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ...compat import gluon_copy, gluon_load
+from ..activate import glu
+from ..tiles import place
+from .ring import BK, multiply, pass_over, ring_of, wait_empty
+from .stores import in_halves, staged_for, store_box
+from .turns import take, told, turns_of
+
+async_load, copy = gluon_load(), gluon_copy()
+WIDTH = gl.constexpr(128)
+"""Columns of a tile's gate, and of its up."""
+
+
+class Plan(NamedTuple):
+    """Sizes of a product, as one constant; see `ring`."""
+
+    inner: int
+    """Columns of the gate, and of up."""
+    k: int
+    stride_x: int
+    top_k: int
+    weight_on_input: bool
+    save_pre: bool
+    group_m: int
+    stages: int
+    right_turned: bool
+    """The weight's reduction is contiguous in memory; else its columns are."""
+    bm: int = 128
+    bn: int = 256
+    parts: int = 2
+    left_turned: bool = False
+    copied: bool = True
+
+
+class Order(NamedTuple):
+    """An ExpertOrder inside a kernel; `total` tiles."""
+
+    row_to_slot: Any
+    expert_offsets: Any
+    tile_expert: Any
+    tile_row: Any
+    total: Any
+
+
+class Result(NamedTuple):
+    """Where it goes: tensors, boxes of `act` and of both halves of `pre`, and what they go by."""
+
+    act: Any
+    act_box: Any
+    pre: Any
+    gate_box: Any
+    up_box: Any
+    staged: Any
+
+
+@gluon.jit
+def _place(at, order, PLAN: gl.constexpr):
+    NUM_N: gl.constexpr = (PLAN.inner + WIDTH - 1) // WIDTH
+    return place(
+        at, order.tile_expert, order.tile_row, order.expert_offsets,
+        NUM_N, 0, PLAN.bm, PLAN.group_m,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _produce(x, w, order, ring, turns, PLAN: gl.constexpr):
+    by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    local = gl.arange(0, 64, gl.SliceLayout(1, by))
+    columns = gl.expand_dims(gl.arange(0, BK, gl.SliceLayout(0, by)), 0)
+    step, turn = 0, 0
+    at = gl.program_id(0)
+    while at < order.total:
+        expert, first, end, column = _place(at, order, PLAN)
+        at = take(turns, turn)
+        turn += 1
+        upper, lower = first + local, first + 64 + local  # rows past the end: some token's
+        upper = gl.load(order.row_to_slot + upper, mask=upper < end, other=0) // PLAN.top_k
+        lower = gl.load(order.row_to_slot + lower, mask=lower < end, other=0) // PLAN.top_k
+        upper = x + gl.expand_dims(upper.to(gl.int64) * PLAN.stride_x, 1) + columns
+        lower = x + gl.expand_dims(lower.to(gl.int64) * PLAN.stride_x, 1) + columns
+        n = column * WIDTH
+        for k in range(0, PLAN.k, BK):
+            stage = wait_empty(ring, step, PLAN)
+            full = ring.full.index(stage)
+            right = ring.right.index(stage)
+            mbarrier.expect(full, 2 * WIDTH * BK * 2)
+            if PLAN.right_turned:
+                row = expert * (2 * PLAN.inner) + n
+                async_load(w, [row, k], full, right.slice(0, WIDTH, dim=0))
+                async_load(w, [row + PLAN.inner, k], full, right.slice(WIDTH, WIDTH, dim=0))
+            else:
+                row = expert * PLAN.k + k
+                async_load(w, [row, n], full, right.slice(0, WIDTH, dim=1))
+                async_load(w, [row, n + PLAN.inner], full, right.slice(WIDTH, WIDTH, dim=1))
+            copy(ring.left.index(2 * stage), upper + k)
+            copy(ring.left.index(2 * stage + 1), lower + k)
+            async_copy.mbarrier_arrive(full, increment_count=False)
+            step += 1
+
+
+@gluon.jit
+def _store(
+    acc, result, slot_weight, order, first, end, column,
+    PART: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
+):  # fmt: skip
+    """Writes 64 columns after 64: the sums, if they are kept, and what they become."""
+    I: gl.constexpr = PLAN.inner
+    if first + 64 > end:
+        tma.store_wait(0)
+    gates, ups = in_halves(acc)
+    gates, ups = in_halves(gates), in_halves(ups)
+    for i in gl.static_range(2):
+        gate, up, n = gates[i], ups[i], column + 64 * i
+        if PLAN.save_pre:
+            store_box(
+                gate, result.pre, result.gate_box, result.staged, first, end, n,
+                2 * I, I, False, PART, i,
+            )  # fmt: skip
+            store_box(
+                up, result.pre + I, result.up_box, result.staged, first, end, n,
+                2 * I, I, False, PART, 1 - i,
+            )  # fmt: skip
+        if PLAN.weight_on_input:
+            rows = first + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
+            slot = gl.load(order.row_to_slot + rows, mask=rows < end, other=0)
+            scale = gl.expand_dims(gl.load(slot_weight + slot).to(gl.float32), 1)
+            gate *= scale
+            up *= scale
+        value, by_gate, by_up = glu(gate, up, GATE)
+        store_box(
+            value, result.act, result.act_box, result.staged, first, end, n, I, I, False, PART, i
+        )
+
+
+@gluon.jit
+def _consume(
+    result, slot_weight, order, ring, turns,
+    PART: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
+):  # fmt: skip
+    STEPS: gl.constexpr = PLAN.k // BK
+    step, turn = 0, 0
+    at = gl.program_id(0)
+    while at < order.total:
+        _, first, end, column = _place(at, order, PLAN)
+        first += PART * 64
+        read = gl.where(first < end, STEPS, 0)
+        acc = multiply(ring, step, read, PART, PLAN)  # [64, 128 of the gate and 128 of up]
+        pass_over(ring, step, STEPS - read, PLAN)
+        step += STEPS
+        if first < end:
+            _store(acc, result, slot_weight, order, first, end, column * WIDTH, PART, PLAN, GATE)
+        at = told(turns, turn)
+        turn += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gate_up_hopper_kernel(
+    x, w, slot_weight, act, act_box, pre, gate_box, up_box, taken,
+    row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
+    PLAN: gl.constexpr, GATE: gl.constexpr,
+):  # fmt: skip
+    """x [T, K] with K a multiple of 64; w as boxes [128, 64] of [E * 2I, K] or [64, 128] of
+    [E * K, 2I]; act [S, I] and pre [S, 2I], and as boxes [64, 64] act and both halves of pre;
+    `taken` is one zero."""
+    total = gl.load(num_tiles) * ((PLAN.inner + WIDTH - 1) // WIDTH)
+    order = Order(row_to_slot, expert_offsets, tile_expert, tile_row, total)
+    ring, turns = ring_of(act.dtype.element_ty, PLAN), turns_of(taken, PLAN)
+    staged = staged_for(act.dtype.element_ty, PLAN)
+    result = Result(act, act_box, pre, gate_box, up_box, staged)
+    gl.warp_specialize(
+        [
+            (_consume, (result, slot_weight, order, ring, turns, 0, PLAN, GATE)),
+            (_consume, (result, slot_weight, order, ring, turns, 1, PLAN, GATE)),
+            (_produce, (x, w, order, ring, turns, PLAN)),
+        ],
+        [4, 4],
+        [224, 56],
+    )
