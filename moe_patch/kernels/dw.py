@@ -136,10 +136,7 @@ def _on_hopper(
     )  # fmt: skip
     programs = min(chips.multiprocessors(p.device), experts * cdiv(m, bm) * cdiv(n, bn))
     boxes = out if boxes is None else boxes
-    start(
-        (programs,), p, q, box, out, boxes, order.num_tiles.new_zeros(1), order.row_to_slot,
-        order.expert_offsets, experts,
-    )  # fmt: skip
+    start((programs,), p, q, box, out, boxes, order.row_to_slot, order.expert_offsets, experts)
     return True
 
 

@@ -211,13 +211,16 @@ def heuristic(product: Product) -> Tile:
 
 def _has_roles(product: Product) -> bool:
     """Whether a kernel in hopper/ is faster, as at every size that was measured: 64 to 1024 rows an
-    expert. Left out: fewer steps than its ring has stages."""
+    expert. Left out: fewer steps than its ring has stages, and a gate_up with many."""
     kernel, bm, rows, n, k, dtype, device, low_rank = product
-    least = 128 if kernel == "gate_up" else 256
-    if not chips.chip(device).wgmma or dtype.itemsize != 2 or low_rank or n < least:
+    if not chips.chip(device).wgmma or dtype.itemsize != 2 or low_rank or not has_gluon():
         return False
-    large = kernel in ("gate_up", "gemm") and bm == 128 and k % 64 == 0 and k >= 256
-    return (large or (kernel == "dw_gathered" and rows >= 64)) and has_gluon()
+    if kernel == "dw_gathered":
+        return n >= 256 and rows >= 64
+    high = bm == 128 and k % 64 == 0 and k >= 256
+    return high and (
+        (kernel == "gemm" and n >= 256) or (kernel == "gate_up" and n >= 128 and k < 4096)
+    )
 
 
 def without_roles(tile: Tile, stages: int) -> Tile:

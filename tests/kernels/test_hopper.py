@@ -203,6 +203,7 @@ def test_tiles_of_192_rows_leave_few_of_them_empty(m, gather_left, shape):
         ("dw", 1024, 768, 2048, torch.bfloat16, False, False),
         ("gate_up", 1024, 768, 2048, torch.bfloat16, False, True),
         ("gate_up", 1024, 128, 2048, torch.bfloat16, False, True),
+        ("gate_up", 1024, 2048, 7168, torch.bfloat16, False, False),
         ("gate_up", 1024, 768, 2048, torch.bfloat16, True, False),
         ("gate_up_w4", 1024, 768, 2048, torch.bfloat16, False, False),
     ],

@@ -31,6 +31,7 @@ def file(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "SHIPPED", tmp_path / "shipped.json")
     table.SHIPPED.write_text("[]")
     monkeypatch.setattr(tiles, "INTERPRET", False)
+    monkeypatch.setattr(tiles, "has_gluon", lambda: False)
     monkeypatch.setattr(chips, "chip", lambda device: chips.nvidia(90, 232_448))
     monkeypatch.setattr(chips, "name", lambda device: "A card")
     monkeypatch.setattr(tiles.triton, "__version__", "3.6.1")

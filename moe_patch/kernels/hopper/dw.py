@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...compat import gluon_copy, gluon_load
 from .ring import BK, multiply, ring_of, wait_empty
 from .stores import staged_for, store, store_boxes
-from .turns import take, told, turns_of
 
 async_load, copy = gluon_load(), gluon_copy()
 
@@ -70,7 +69,6 @@ class Work(NamedTuple):
     expert_offsets: Any
     total: Any
     ring: Any
-    turns: Any
 
 
 @gluon.jit
@@ -119,12 +117,9 @@ def _produce(operands, work, PLAN: gl.constexpr):
     BYTES: gl.constexpr = (PLAN.bn if PLAN.gather_left else PLAN.bm) * BK * 2
     by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     local = gl.arange(0, BK, gl.SliceLayout(1, by))
-    step, turn = 0, 0
-    at = gl.program_id(0)
-    while at < work.total:
+    step = 0
+    for at in range(gl.program_id(0), work.total, gl.num_programs(0)):
         _, begin, end, m0, n0 = _place(at, work.expert_offsets, PLAN)
-        at = take(work.turns, turn)
-        turn += 1
         gathered_at = m0 if PLAN.gather_left else n0
         dense_at = n0 if PLAN.gather_left else m0
         for row in range(begin, end, BK):
@@ -157,9 +152,8 @@ def _produce(operands, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def _consume(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
-    step, turn = 0, 0
-    at = gl.program_id(0)
-    while at < work.total:
+    step = 0
+    for at in range(gl.program_id(0), work.total, gl.num_programs(0)):
         expert, begin, end, m0, n0 = _place(at, work.expert_offsets, PLAN)
         steps = (end - begin + BK - 1) // BK
         acc = multiply(work.ring, step, steps, PART, PLAN)
@@ -175,27 +169,24 @@ def _consume(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
             else:
                 to = result.out + expert.to(gl.int64) * PLAN.stride_e
                 store(acc, to, m0, PLAN.m, n0, PLAN.n, PLAN.stride_m, PLAN.add)
-        at = told(work.turns, turn)
-        turn += 1
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["experts"])
 def dw_hopper_kernel(
-    gathered, dense, box, out, boxes, taken, row_to_slot, expert_offsets, experts,
-    PLAN: gl.constexpr,
+    gathered, dense, box, out, boxes, row_to_slot, expert_offsets, experts, PLAN: gl.constexpr
 ):  # fmt: skip
     """`box` is of `dense`: [64, bn], or [64, bm / parts] where its columns are the result's rows;
-    `boxes` are of `out`, or are `out` itself; `taken` is one zero."""
+    `boxes` are of `out`, or are `out` itself."""
     NUM_M: gl.constexpr = (PLAN.m + PLAN.bm - 1) // PLAN.bm
     NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
     total = experts * (NUM_M * NUM_N)
-    ring, turns = ring_of(gathered.dtype.element_ty, PLAN), turns_of(taken, PLAN)
+    ring = ring_of(gathered.dtype.element_ty, PLAN)
     staged = ring.left  # not used
     if PLAN.boxed:
         staged = staged_for(gathered.dtype.element_ty, PLAN)
     operands = Operands(gathered, dense, box, row_to_slot)
-    result, work = Result(out, boxes, staged), Work(expert_offsets, total, ring, turns)
+    result, work = Result(out, boxes, staged), Work(expert_offsets, total, ring)
     if PLAN.parts == 3:
         gl.warp_specialize(
             [
