@@ -30,6 +30,7 @@ from .ops import fused_experts  # noqa: E402
 from .parity import check_parity  # noqa: E402
 from .patcher import patch, unpatch  # noqa: E402
 from .pretrained import disable, enable, enabled, register  # noqa: E402
+from .quantise import quantize_experts  # noqa: E402
 
 __all__ = [
     "__version__",
@@ -40,6 +41,7 @@ __all__ = [
     "fp8",
     "fused_experts",
     "patch",
+    "quantize_experts",
     "unpatch",
 ]
 

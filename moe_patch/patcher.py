@@ -30,7 +30,7 @@ from .switch import ENABLED
 LOOKS_LIKE_MOE = re.compile(r"(Experts|M[oO][eE](Block)?)$")
 """Names of classes whose modules are reported, fused or not."""
 
-_SUPPORTED = "experts with transformers' @use_experts_implementation and Llama4TextMoe"
+SUPPORTED = "experts with transformers' @use_experts_implementation and Llama4TextMoe"
 _WRAPPERS = {"base_layer", "original_module", "module", FSDP_WRAPPED, ORIG_MOD}
 """Where PEFT, FSDP and torch.compile keep the module that they wrap."""
 _ROUTER = re.compile(r"(Router|Gate)$")
@@ -120,7 +120,7 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
         with_routers(model)
         versions.say_untested()
         compat.say_lost(compat.loaded())
-        for block in _blocks(model):
+        for block in find_blocks(model):
             matched = matched or block.is_known()
             cls, reason = plain_class(block.module).__name__, block.why_not()
             if reason:
@@ -141,7 +141,7 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
         lost = "".join(f" ({sentence})" for sentence in compat.lost())
         raise ValueError(
             f"{type(model).__name__} has no MoE block that can be fused, found {found or 'none'}: "
-            f"supported are {_SUPPORTED}, and strict=False accepts a model without.{lost}"
+            f"supported are {SUPPORTED}, and strict=False accepts a model without.{lost}"
         )
     if changed or not report.fused:
         ranks.agree(model.parameters(), blocks=len(report.fused), MOE_PATCH=int(ENABLED))
@@ -198,7 +198,7 @@ def _is_in(name: str, block: str) -> bool:
 
 
 @dataclass
-class _Block:
+class Block:
     """A module that holds experts; the experts themselves when they are all there is."""
 
     name: str
@@ -259,7 +259,8 @@ def _is_known(module: nn.Module) -> bool:
     return is_decorated(module) or issubclass(_fused_class(module) or object, UndecoratedExperts)
 
 
-def _blocks(model: nn.Module) -> list[_Block]:
+def find_blocks(model: nn.Module) -> list[Block]:
+    """Every module that holds experts or looks like it, fused or not."""
     modules, blocks = dict(model.named_modules()), {}
     for name, module in modules.items():
         looks = LOOKS_LIKE_MOE.search(type(module).__name__)
@@ -273,11 +274,11 @@ def _blocks(model: nn.Module) -> list[_Block]:
             name = ".".join(path[:-1])
         elif not looks:
             continue
-        blocks[name] = _Block(name, modules[name], module)
+        blocks[name] = Block(name, modules[name], module)
     return [block for block in blocks.values() if not _only_holds(block, blocks)]
 
 
-def _only_holds(block: _Block, blocks: Iterable[str]) -> bool:
+def _only_holds(block: Block, blocks: Iterable[str]) -> bool:
     """Whether it is no MoE but the place of others: Ernie-VL's, one for text and one for images."""
     inner = any(name.startswith(f"{block.name}.") for name in blocks)
     return inner and block.module is block.experts and _fused_class(block.module) is None
@@ -329,7 +330,7 @@ def _why_not_routed(module: nn.Module) -> str | None:
     return None
 
 
-def _why_unknown(block: _Block) -> str:
+def _why_unknown(block: Block) -> str:
     for cls in (plain_class(block.module), plain_class(block.experts)):
         if cls.__module__.startswith("transformers.") and [*replaced(cls, ["forward"])]:
             return describe(cls, "forward")

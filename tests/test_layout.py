@@ -39,11 +39,12 @@ FLOORS = tuple(
         ops.checks ops.fp8 ops.forward ops.backward ops.experts ops""",
         "fp8",
         """recognise recognise.wrapped recognise.original recognise.parts recognise.gates
-        recognise.quantised recognise.eligibility recognise.lending recognise.overlap
+        recognise.lent recognise.four_bits recognise.quantised recognise.storage
+        recognise.eligibility recognise.lending recognise.overlap
         recognise.adapters recognise.swaps recognise.routers""",
         """models.decorated models.deepseek_v3 models.llama4 models.qwen3_moe models.step3p7
         models""",
-        "ranks patcher pretrained environment",
+        "ranks patcher pretrained quantise environment",
         """parity.law parity.report parity.emulate parity.shadow parity.passes parity.router
         parity.truth parity.block parity.compare parity.check parity""",
         "__init__",
@@ -91,12 +92,15 @@ ARROWS = {
     "ranks": {"compat", "recognise", "version"},
     "patcher": {"compat", "models", "ranks", "recognise", "switch", "versions"},
     "pretrained": {"compat", "models", "notices", "patcher", "recognise"},
+    "quantise": {"formats", "output", "patcher", "recognise"},
     "environment": {"activation", "compat", "models", "recognise"},
     "parity": {
         "compat", "kernels", "models", "ops", "patcher", "paths", "precision", "recognise",
         "reference", "switch", "version",
     },
-    "__init__": {"fp8", "ops", "parity", "patcher", "pretrained", "starting", "version"},
+    "__init__": {
+        "fp8", "ops", "parity", "patcher", "pretrained", "quantise", "starting", "version",
+    },
     "bench": {
         "compat", "environment", "formats", "kernels", "ops", "order", "output", "parity",
         "patcher", "recognise", "reference", "shapes", "usage",

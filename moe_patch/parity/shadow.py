@@ -22,9 +22,10 @@ from ..models.decorated import ExpertsConfig, UndecoratedExperts
 from ..ops import fp8
 from ..patcher import unpatch
 from ..precision import ieee_products
-from ..recognise.eligibility import NAME, is_decorated, stored_transposed
+from ..recognise.eligibility import is_decorated
 from ..recognise.gates import activation_of
-from ..recognise.parts import normalises, up_name
+from ..recognise.original import NAME
+from ..recognise.parts import normalises, stored_transposed, up_name
 from ..recognise.quantised import is_quantised
 from ..recognise.wrapped import plain_class
 from .emulate import dequantised_linear, fp8_linear

@@ -14,10 +14,10 @@ from torch import Tensor
 from ..compat import DS_SHAPE, check_forward_args, swapped, why_no_adapters
 from ..notices import warn_once
 from ..ops.low_rank import LowRank, factors
-from .eligibility import stored_transposed
-from .lending import lend, take_back, takes_low_rank
+from .lending import takes_low_rank
+from .lent import lend, take_back
 from .original import Fused, intact, own_forward
-from .parts import up_name
+from .parts import stored_transposed, up_name
 
 
 class ParamWrapper(Fused, peft.ParamWrapper):
