@@ -31,8 +31,10 @@ from .parity import check_parity  # noqa: E402
 from .patcher import patch, unpatch  # noqa: E402
 from .pretrained import disable, enable, enabled, register  # noqa: E402
 from .quantise import quantize_experts  # noqa: E402
+from .quantizer.config import ExpertsQuantConfig  # noqa: E402
 
 __all__ = [
+    "ExpertsQuantConfig",
     "__version__",
     "check_parity",
     "disable",

@@ -576,6 +576,49 @@ def implementation_of(experts: nn.Module) -> Any:
     return getattr(experts.config, IMPLEMENTATION, None)
 
 
+# transformers: quantised checkpoints
+
+_KEEPS = "ExpertsQuantConfig quantises, and cannot keep experts that are in 4 bits already"
+MERGE = _name(
+    "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
+    "Refuses a config of another class than the checkpoint's: ours reads the checkpoint's.",
+    TRANSFORMERS,
+    _KEEPS,
+)
+DISTRIBUTED = _word(
+    "transformers:PreTrainedModel.from_pretrained#distributed_config",
+    "The field of a config that says that a plan is going to shard the model.",
+    TRANSFORMERS,
+    "4-bit experts under a tensor- or expert-parallel plan are refused by shapes that do not fit",
+)
+LOADED = _word(
+    "transformers.core_model_loading:set_param_for_module#_is_hf_initialized",
+    "Marks what a checkpoint had: 4-bit weights that it lacks cannot be initialised.",
+    TRANSFORMERS,
+    "checkpoints with 4-bit experts do not load",
+)
+_SAVED = "4-bit experts are split to single ones when they are saved, and do not load again"
+CONVERSIONS = _word(
+    "transformers.core_model_loading:convert_and_load_state_dict_in_model#_weight_conversions",
+    "What save_pretrained reverses: 4-bit stacks are to be saved as they are.",
+    TRANSFORMERS,
+    _SAVED,
+)
+_MAPPING = _name(
+    "transformers.conversion_mapping:get_model_conversion_mapping",
+    "What save_pretrained reverses for a model that was not loaded.",
+    TRANSFORMERS,
+    _SAVED,
+)
+
+
+def model_conversions(model: nn.Module) -> list[Any]:
+    """What save_pretrained reverses for a model that was not loaded."""
+    find = _MAPPING.find()
+    found = [] if find is None else find(model, add_legacy=False)
+    return [each for each in found if type(each).__name__ != "PrefixChange"]
+
+
 # accelerate, DeepSpeed, PEFT: what they put around modules
 
 ACCELERATE = "accelerate 1.10 to 1.15"

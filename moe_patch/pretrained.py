@@ -18,6 +18,7 @@ from . import notices
 from .compat import CAN_CHOOSE, CHOOSE, FROM_CONFIG
 from .models import decorated
 from .patcher import LOOKS_LIKE_MOE, patch, unpatch
+from .quantizer import loader
 from .recognise.original import NAME
 
 _LOADERS = ("from_pretrained", FROM_CONFIG)  # the Auto classes end in these two
@@ -49,6 +50,7 @@ def register() -> None:
     An attribute of that name which is not ours stays, with a warning.
     """
     decorated.register()
+    loader.register()
     choose = vars(PreTrainedModel).get(CHOOSE)
     if choose is not None and not hasattr(choose, "moe_patch_original"):
         setattr(PreTrainedModel, CHOOSE, _warning(choose))

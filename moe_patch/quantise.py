@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from . import output
 from .formats.packed import find_options, quantize
 from .patcher import SUPPORTED, Block, find_blocks
+from .quantizer.config import ExpertsQuantConfig
+from .quantizer.loader import attach, models_with_experts, why_not_attach
 from .recognise.four_bits import quantise_module
 from .recognise.lending import is_adapter
 from .recognise.parts import up_name
@@ -83,8 +85,9 @@ def quantize_experts(
         progress: show a display on a terminal when there are more than a few blocks.
 
     Raises:
-        ValueError: no MoE block that can be quantised, an unknown format, or a group, dtype of
-            scales or zero points that the format does not have. Nothing is changed then.
+        ValueError: no MoE block that can be quantised, an unknown format, a group, dtype of scales
+            or zero points that the format does not have, or a model of transformers that could not
+            be saved then: quantised by others, or in 4 bits of another kind. Nothing is changed.
         TypeError: `model` is not an nn.Module.
     """
     if not isinstance(model, nn.Module):
@@ -104,6 +107,10 @@ def quantize_experts(
             f"{type(model).__name__} has no MoE block that can be quantised, found "
             f"{found or 'none'}: supported are {SUPPORTED}."
         )
+    config = ExpertsQuantConfig(format, group, scale_dtype, zeros)
+    whole = models_with_experts(model) if todo else []
+    if reason := next(filter(None, (why_not_attach(each, config) for each in whole)), None):
+        raise ValueError(f"{reason}.")
     columns = TextColumn("experts to 4 bits"), BarColumn(), MofNCompleteColumn()
     with output.progress(*columns, TimeRemainingColumn()) as display:
         shown = progress and len(todo) > _FEW
@@ -117,6 +124,8 @@ def quantize_experts(
                 )
                 quantise_module(experts, up, down)
             display.advance(task)
+    for each in whole:
+        attach(each, config)
     names = [block.name for block in todo]
     return QuantizationReport(format, group, scale_dtype, before, _bytes(model), names, skipped)
 

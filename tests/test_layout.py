@@ -44,7 +44,9 @@ FLOORS = tuple(
         recognise.adapters recognise.swaps recognise.routers""",
         """models.decorated models.deepseek_v3 models.llama4 models.qwen3_moe models.step3p7
         models""",
-        "ranks patcher pretrained quantise environment",
+        "ranks patcher",
+        """quantizer.layouts quantizer.config quantizer.conversions quantizer.loader quantizer""",
+        "pretrained quantise environment",
         """parity.law parity.report parity.emulate parity.shadow parity.passes parity.router
         parity.truth parity.block parity.compare parity.check parity""",
         "__init__",
@@ -89,17 +91,19 @@ ARROWS = {
         "switch",
     },
     "models": {"compat", "notices", "ops", "recognise", "switch"},
+    "quantizer": {"compat", "formats", "patcher", "recognise"},
     "ranks": {"compat", "recognise", "version"},
     "patcher": {"compat", "models", "ranks", "recognise", "switch", "versions"},
-    "pretrained": {"compat", "models", "notices", "patcher", "recognise"},
-    "quantise": {"formats", "output", "patcher", "recognise"},
+    "pretrained": {"compat", "models", "notices", "patcher", "quantizer", "recognise"},
+    "quantise": {"formats", "output", "patcher", "quantizer", "recognise"},
     "environment": {"activation", "compat", "models", "recognise"},
     "parity": {
         "compat", "kernels", "models", "ops", "patcher", "paths", "precision", "recognise",
         "reference", "switch", "version",
     },
     "__init__": {
-        "fp8", "ops", "parity", "patcher", "pretrained", "quantise", "starting", "version",
+        "fp8", "ops", "parity", "patcher", "pretrained", "quantise", "quantizer", "starting",
+        "version",
     },
     "bench": {
         "compat", "environment", "formats", "kernels", "ops", "order", "output", "parity",
@@ -133,6 +137,7 @@ THIRD_PARTY = {
     "recognise": {"torch", "transformers"},
     "recognise.adapters": {"torch", "peft"},
     "models": {"torch", "transformers"},
+    "quantizer": {"torch", "transformers"},
     "parity.law": {"torch"},
     "parity.report": {"torch"},
 }

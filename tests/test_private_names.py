@@ -104,6 +104,12 @@ GROUPS = {
             "_from_config", "_experts_implementation_internal",
         ]
     },
+    "quantised checkpoints": {
+        "names": [
+            "merge_quantization_configs", "distributed_config", "_weight_conversions",
+            "_is_hf_initialized", "get_model_conversion_mapping",
+        ]
+    },
     "wrappers": {
         "names": [
             "_is_hooked", "original_forward", "_output_capturing_hooks_installed", "_old_init",
