@@ -389,6 +389,14 @@ _STATE = [
 ]
 
 
+_name(
+    "torch.nn:Module._apply",
+    "model.to(dtype) and model.half() end in it: they are not to cast the scales of 4-bit weights.",
+    TORCH,
+    "model.to(dtype) casts the scales of experts in 4 bits",
+)
+
+
 def module_state(module: nn.Module) -> tuple[Any, ...]:
     """(parameters, buffers, modules, names of buffers that are not saved) of a module alone.
 
@@ -681,9 +689,29 @@ _ADAPTER = [
 ]
 
 
+_NO_CODES = "PEFT's adapters on the parameters of experts in 4 bits are refused"
+MEASURE = _name(
+    f"{_LORA}:ParamWrapper._get_in_out_features",
+    "The first that a wrapper asks of its parameter: there it learns that it is in 4 bits.",
+    PEFT,
+    _NO_CODES,
+)
+_ACTIVATE = _name(
+    f"{_LORA}:ParamWrapper._activate_lora",
+    "Where a wrapper adds its update to the parameter: experts in 4 bits get the factors instead.",
+    PEFT,
+    _NO_CODES,
+)
+
+
 def why_no_adapters() -> str | None:
     """None when PEFT's wrapper is as the fused one takes it to be, else the reason."""
     return _first_lost(_ADAPTER)
+
+
+def why_no_adapters_on_codes() -> str | None:
+    """None when PEFT's wrapper can be taught parameters in 4 bits, else the reason."""
+    return _first_lost([*_ADAPTER, MEASURE, _ACTIVATE])
 
 
 def check_forward_args(wrapper: Any, *args: Any) -> None:

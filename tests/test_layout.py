@@ -47,8 +47,8 @@ FLOORS = tuple(
         "ranks patcher",
         """quantizer.layouts quantizer.config quantizer.conversions quantizer.loader quantizer""",
         "pretrained quantise environment",
-        """parity.law parity.report parity.emulate parity.shadow parity.passes parity.router
-        parity.truth parity.block parity.compare parity.check parity""",
+        """parity.law parity.emulate parity.shadow parity.loss parity.report parity.passes
+        parity.router parity.truth parity.block parity.compare parity.check parity""",
         "__init__",
         """bench bench.timing bench.routing bench.kind bench.block bench.lora bench.families
         bench.fp8 bench.quant bench.model bench.distributed bench.scaling bench.picture
@@ -98,8 +98,8 @@ ARROWS = {
     "quantise": {"formats", "output", "patcher", "quantizer", "recognise"},
     "environment": {"activation", "compat", "models", "recognise"},
     "parity": {
-        "compat", "kernels", "models", "ops", "patcher", "paths", "precision", "recognise",
-        "reference", "switch", "version",
+        "compat", "formats", "kernels", "models", "ops", "patcher", "paths", "precision",
+        "recognise", "reference", "switch", "version",
     },
     "__init__": {
         "fp8", "ops", "parity", "patcher", "pretrained", "quantise", "quantizer", "starting",

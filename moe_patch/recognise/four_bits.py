@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..compat import IMPLEMENTATION
+from ..compat import IMPLEMENTATION, MODULE_STATE
 from ..formats.packed import Packed, dequantize
 from ..notices import warn_once
 from ..ops.low_rank import LowRank
@@ -28,6 +28,7 @@ from .original import NAME
 from .parts import stored_transposed, up_name
 from .wrapped import set_class
 
+_PARAMETERS, _, _MODULES, _ = MODULE_STATE
 WATCHERS: list[Callable[[], None]] = []
 """Called when a class of 4-bit experts is made."""
 
@@ -50,7 +51,16 @@ class FourBits(_Object):
     """Whether Hugging Face's forward on 4-bit weights is worth a warning."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the experts' class; where that is not patched, on dequantised weights."""
+        """As the experts' class; where that is not patched, on dequantised weights.
+
+        Raises:
+            RuntimeError: a parametrization computes with the codes, as PEFT's do.
+        """
+        if "parametrizations" in vars(self)[_MODULES]:
+            raise RuntimeError(
+                f"{type(self).__name__} has a parametrization on codes of 4-bit weights, which are "
+                "no numbers to compute with: remove it, or load the model in 16 bits."
+            )
         if hasattr(type(self), "stands_for") or _implementation(self) == NAME:
             return super().forward(hidden_states, *args, **kwargs)
         if self.warns:
@@ -169,8 +179,8 @@ def dequantised(experts: Any, hidden_states: Tensor, lazy: bool = False) -> Iter
     cls = _stand_in(hf)
     plain = cls.__new__(cls)
     plain.__dict__.update(vars(experts), _stacks=stacks, _lazy=lazy)
-    parameters = vars(experts)["_parameters"].items()
-    plain.__dict__["_parameters"] = {k: v for k, v in parameters if k not in stacks}
+    parameters = vars(experts)[_PARAMETERS].items()
+    plain.__dict__[_PARAMETERS] = {k: v for k, v in parameters if k not in stacks}
     if not torch.is_grad_enabled():
         yield plain
         return
@@ -283,6 +293,6 @@ def _hooks(stacks: dict[str, _Stack]) -> tuple[Callable[..., Any], Callable[...,
 @torch.compiler.assume_constant_result
 def _say_slow() -> None:
     warn_once(
-        "experts in 4 bits run Hugging Face's own forward on weights that are dequantised at every "
+        "moe_patch runs Hugging Face's own forward on experts in 4 bits, dequantised at every "
         "call, which is slow: call moe_patch.patch(model) to run fused kernels on them."
     )
