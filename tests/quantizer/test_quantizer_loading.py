@@ -155,6 +155,7 @@ def test_patches_as_usual_before_and_after_saving(plain, tmp_path):
         again.patch()
         assert torch.equal(again(ids).logits, fused)
     torch.testing.assert_close(fused, before, rtol=1e-4, atol=1e-5)
+    assert moe_patch.check_parity(again, tokens=16, backward=False).passed
 
 
 def test_at_most_one_layer_is_wider_than_four_bits(plain, monkeypatch):
