@@ -56,6 +56,7 @@ setup(
         "moe_patch.models",
         "moe_patch.ops",
         "moe_patch.parity",
+        "moe_patch.quantizer",
         "moe_patch.recognise",
         "moe_patch.tune",
     ],

@@ -26,20 +26,19 @@ from ..compat import (
 )
 from ..notices import say_unfused, warn_once
 from ..ops.experts import fused_experts
-from ..recognise import quantised
 from ..recognise.eligibility import (
-    NAME,
     interface,
     why_by_parts,
     why_not_form,
-    why_not_plain,
     why_not_run,
     why_not_weights,
 )
+from ..recognise.four_bits import dequantised, is_four_bits, run_dequantised
 from ..recognise.gates import activation_of
-from ..recognise.lending import low_rank_updates
-from ..recognise.original import Fused, intact, own_forward
+from ..recognise.lent import low_rank_updates
+from ..recognise.original import NAME, Fused, intact, own_forward
 from ..recognise.parts import by_parts, form_of
+from ..recognise.storage import FP8, PLAIN, storage_of
 from ..recognise.wrapped import replaced_forward
 
 
@@ -120,8 +119,8 @@ def _fused_or(
     reason = why_not_form(self) if activation is None else None
     if reason is None:
         up, down = getattr(self, form.up_name), self.down_proj  # PEFT computes them: read once
-        scaled = quantised.is_quantised(self)
-        reason = quantised.why_not(self, up, down) if scaled else why_not_plain(up, down)
+        stored = storage_of(self)
+        reason = stored.why_not(self, up, down)
     if reason is not None:
         reason = f"{type(self).__name__} is not fused, {reason}"
     else:
@@ -130,20 +129,24 @@ def _fused_or(
         say_unfused(reason)
         return hf(hidden_states, top_k_index, top_k_weights)
 
-    if form.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    routed = top_k_index, top_k_weights
+    if activation is None and not stored.by_parts:
+        with dequantised(self, hidden_states) as plain:
+            return _fused_or(hf, plain, hidden_states, *routed)
     more: dict[str, Any] = {}
-    if scaled:  # frozen, whatever `requires_grad` HF left on them
-        up, down, more = up.detach(), down.detach(), quantised.scales(self)
+    if stored is not PLAIN:
+        up, down, more = stored.operands(self, up, down)
+    elif form.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    if stored is FP8:
         _say_how(hidden_states.device)
-    tensors = (hidden_states, up, down, top_k_index, top_k_weights)
     if activation is None:  # `why_by_parts` says why
-        return by_parts(self, *tensors)
+        return by_parts(self, hidden_states, up, down, *routed)
     if form.has_bias:
         more["gate_up_bias"] = getattr(self, f"{form.up_name}_bias")
         more["down_bias"] = self.down_proj_bias
     more |= low_rank_updates(self)
-    return fused_experts(*tensors, activation=activation, **more)
+    return fused_experts(hidden_states, up, down, *routed, activation=activation, **more)
 
 
 def restore_default(module: nn.Module) -> None:
@@ -162,8 +165,9 @@ def _hf_forward(self: nn.Module, *args: Tensor) -> Tensor:
     if name == NAME:  # HF's default, which has no static scales
         name = "eager" if getattr(self, "activation_scheme", "") == "static" else "grouped_mm"
     # FP8Experts is decorated once a layer, so that a forward one layer down dispatches again
-    eager = inspect.unwrap(type(self).forward)
-    return interface(type(self)).get_interface(name, eager)(self, *args)
+    eager = inspect.unwrap(getattr(type(self), "within", type(self)).forward)
+    function = interface(type(self)).get_interface(name, eager)
+    return run_dequantised(self, function, *args) if is_four_bits(self) else function(self, *args)
 
 
 @torch.compiler.assume_constant_result

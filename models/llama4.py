@@ -20,9 +20,10 @@ from ..ops.experts import fused_experts
 from ..ops.routing import select_experts, sigmoid_scores
 from ..recognise.eligibility import runs_fused, why_not_silu, why_not_weights
 from ..recognise.gates import all_of_deepspeed
-from ..recognise.lending import low_rank_updates
+from ..recognise.lent import low_rank_updates
 from ..recognise.original import Fused, intact, own_forward, why_replaced
 from ..recognise.overlap import both
+from ..recognise.storage import storage_of
 from ..recognise.wrapped import hooked_by_plan, replaced_forward
 
 
@@ -63,12 +64,11 @@ class Llama4TextExperts(Fused, hf.Llama4TextExperts):
         """[T, H] with top_k_index and top_k_weights [T, K] -> [T, H]; alone: HF's dense forward."""
         if top_k_index is None or top_k_weights is None:
             return own_forward(self, hidden_states)
-        gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
-        low_rank: dict[str, Any] = low_rank_updates(self)
+        gate_up, down, more = storage_of(self).operands(self, self.gate_up_proj, self.down_proj)
+        more |= low_rank_updates(self)
         return fused_experts(
-            hidden_states, gate_up, down, top_k_index, top_k_weights, weight_on="input",
-            **low_rank,
-        )  # fmt: skip
+            hidden_states, gate_up, down, top_k_index, top_k_weights, weight_on="input", **more
+        )
 
     @staticmethod
     def why_not_fused(experts: nn.Module) -> str | None:

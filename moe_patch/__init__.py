@@ -30,8 +30,11 @@ from .ops import fused_experts  # noqa: E402
 from .parity import check_parity  # noqa: E402
 from .patcher import patch, unpatch  # noqa: E402
 from .pretrained import disable, enable, enabled, register  # noqa: E402
+from .quantise import quantize_experts  # noqa: E402
+from .quantizer.config import ExpertsQuantConfig  # noqa: E402
 
 __all__ = [
+    "ExpertsQuantConfig",
     "__version__",
     "check_parity",
     "disable",
@@ -40,6 +43,7 @@ __all__ = [
     "fp8",
     "fused_experts",
     "patch",
+    "quantize_experts",
     "unpatch",
 ]
 

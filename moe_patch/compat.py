@@ -389,6 +389,14 @@ _STATE = [
 ]
 
 
+_name(
+    "torch.nn:Module._apply",
+    "model.to(dtype) and model.half() end in it: they are not to cast the scales of 4-bit weights.",
+    TORCH,
+    "model.to(dtype) casts the scales of experts in 4 bits",
+)
+
+
 def module_state(module: nn.Module) -> tuple[Any, ...]:
     """(parameters, buffers, modules, names of buffers that are not saved) of a module alone.
 
@@ -576,6 +584,49 @@ def implementation_of(experts: nn.Module) -> Any:
     return getattr(experts.config, IMPLEMENTATION, None)
 
 
+# transformers: quantised checkpoints
+
+_KEEPS = "ExpertsQuantConfig quantises, and cannot keep experts that are in 4 bits already"
+MERGE = _name(
+    "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
+    "Refuses a config of another class than the checkpoint's: ours reads the checkpoint's.",
+    TRANSFORMERS,
+    _KEEPS,
+)
+DISTRIBUTED = _word(
+    "transformers:PreTrainedModel.from_pretrained#distributed_config",
+    "The field of a config that says that a plan is going to shard the model.",
+    TRANSFORMERS,
+    "4-bit experts under a tensor- or expert-parallel plan are refused by shapes that do not fit",
+)
+LOADED = _word(
+    "transformers.core_model_loading:set_param_for_module#_is_hf_initialized",
+    "Marks what a checkpoint had: 4-bit weights that it lacks cannot be initialised.",
+    TRANSFORMERS,
+    "checkpoints with 4-bit experts do not load",
+)
+_SAVED = "4-bit experts are split to single ones when they are saved, and do not load again"
+CONVERSIONS = _word(
+    "transformers.core_model_loading:convert_and_load_state_dict_in_model#_weight_conversions",
+    "What save_pretrained reverses: 4-bit stacks are to be saved as they are.",
+    TRANSFORMERS,
+    _SAVED,
+)
+_MAPPING = _name(
+    "transformers.conversion_mapping:get_model_conversion_mapping",
+    "What save_pretrained reverses for a model that was not loaded.",
+    TRANSFORMERS,
+    _SAVED,
+)
+
+
+def model_conversions(model: nn.Module) -> list[Any]:
+    """What save_pretrained reverses for a model that was not loaded."""
+    find = _MAPPING.find()
+    found = [] if find is None else find(model, add_legacy=False)
+    return [each for each in found if type(each).__name__ != "PrefixChange"]
+
+
 # accelerate, DeepSpeed, PEFT: what they put around modules
 
 ACCELERATE = "accelerate 1.10 to 1.15"
@@ -638,9 +689,29 @@ _ADAPTER = [
 ]
 
 
+_NO_CODES = "PEFT's adapters on the parameters of experts in 4 bits are refused"
+MEASURE = _name(
+    f"{_LORA}:ParamWrapper._get_in_out_features",
+    "The first that a wrapper asks of its parameter: there it learns that it is in 4 bits.",
+    PEFT,
+    _NO_CODES,
+)
+_ACTIVATE = _name(
+    f"{_LORA}:ParamWrapper._activate_lora",
+    "Where a wrapper adds its update to the parameter: experts in 4 bits get the factors instead.",
+    PEFT,
+    _NO_CODES,
+)
+
+
 def why_no_adapters() -> str | None:
     """None when PEFT's wrapper is as the fused one takes it to be, else the reason."""
     return _first_lost(_ADAPTER)
+
+
+def why_no_adapters_on_codes() -> str | None:
+    """None when PEFT's wrapper can be taught parameters in 4 bits, else the reason."""
+    return _first_lost([*_ADAPTER, MEASURE, _ACTIVATE])
 
 
 def check_forward_args(wrapper: Any, *args: Any) -> None:

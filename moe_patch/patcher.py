@@ -23,6 +23,7 @@ from .recognise import gates, lending, routers
 from .recognise.eligibility import dispatches, is_decorated, why_by_parts, why_not_fused
 from .recognise.original import Fused, describe, fused_within, replaced, why_replaced
 from .recognise.routers import with_routers
+from .recognise.storage import PLAIN, storage_of
 from .recognise.swaps import with_adapters
 from .recognise.wrapped import plain_class, replaced_forward, rewrapped, set_class
 from .switch import ENABLED
@@ -30,10 +31,12 @@ from .switch import ENABLED
 LOOKS_LIKE_MOE = re.compile(r"(Experts|M[oO][eE](Block)?)$")
 """Names of classes whose modules are reported, fused or not."""
 
-_SUPPORTED = "experts with transformers' @use_experts_implementation and Llama4TextMoe"
+SUPPORTED = "experts with transformers' @use_experts_implementation and Llama4TextMoe"
 _WRAPPERS = {"base_layer", "original_module", "module", FSDP_WRAPPED, ORIG_MOD}
 """Where PEFT, FSDP and torch.compile keep the module that they wrap."""
 _ROUTER = re.compile(r"(Router|Gate)$")
+_METHOD = "quantization_method"
+"""Attribute that transformers gives a model that it quantised while loading it."""
 _patching = threading.RLock()
 
 
@@ -69,6 +72,8 @@ class PatchReport:
     """Names of PEFT's wrappers whose factors the fused experts take."""
     left: list[Left] = field(default_factory=list)
     """Routers, gates and adapters of fused blocks that are not fused; not those in `skipped`."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences about the model as a whole."""
 
     def __str__(self) -> str:
         whole = [name for name, *_ in self.skipped if not any(_is_in(name, f) for f in self.fused)]
@@ -77,7 +82,7 @@ class PatchReport:
         lines = [f"moe_patch: fused {len(self.fused)} of {total} MoE blocks"]
         lines[0] += f" ({kinds})" if kinds else ""
         lines += [f"  {name or '(root)'} ({cls}): {reason}" for name, cls, reason in self.skipped]
-        lines += [f"  {part}" for part in self.left]
+        lines += [f"  {part}" for part in (*self.left, *self.notes)]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +96,7 @@ class PatchReport:
         routers, adapters = list(self.routers), list(self.adapters)
         return {
             "fused": blocks, "routers": routers, "adapters": adapters,
-            "skipped": skipped, "left": left,
+            "skipped": skipped, "left": left, "notes": list(self.notes),
         }  # fmt: skip
 
 
@@ -120,7 +125,7 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
         with_routers(model)
         versions.say_untested()
         compat.say_lost(compat.loaded())
-        for block in _blocks(model):
+        for block in find_blocks(model):
             matched = matched or block.is_known()
             cls, reason = plain_class(block.module).__name__, block.why_not()
             if reason:
@@ -136,16 +141,28 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
                         (report.routers if kind == "router" else report.adapters).append(name)
                 report.fused.append(block.name)
                 report.classes.append(cls)
+        report.notes.extend(_notes(model, report))
     if strict and not matched:
         found = ", ".join(dict.fromkeys(f"{cls} ({reason})" for _, cls, reason in report.skipped))
         lost = "".join(f" ({sentence})" for sentence in compat.lost())
         raise ValueError(
             f"{type(model).__name__} has no MoE block that can be fused, found {found or 'none'}: "
-            f"supported are {_SUPPORTED}, and strict=False accepts a model without.{lost}"
+            f"supported are {SUPPORTED}, and strict=False accepts a model without.{lost}"
         )
     if changed or not report.fused:
         ranks.agree(model.parameters(), blocks=len(report.fused), MOE_PATCH=int(ENABLED))
     return report
+
+
+def _notes(model: nn.Module, report: PatchReport) -> Iterator[str]:
+    loaded = any(vars(m).get(_METHOD) == "bitsandbytes" for m in model.modules())
+    fused = (model.get_submodule(name) for name in report.fused if loaded)
+    experts = (m for block in fused for m in block.modules() if _is_known(m))
+    if any(storage_of(each) is PLAIN for each in experts):
+        yield (
+            "bitsandbytes quantised the model's linear layers, and its experts are in 16 bits: "
+            "moe_patch.quantize_experts(model) makes them 4 bits"
+        )
 
 
 def unpatch(model: nn.Module) -> None:
@@ -198,7 +215,7 @@ def _is_in(name: str, block: str) -> bool:
 
 
 @dataclass
-class _Block:
+class Block:
     """A module that holds experts; the experts themselves when they are all there is."""
 
     name: str
@@ -259,7 +276,8 @@ def _is_known(module: nn.Module) -> bool:
     return is_decorated(module) or issubclass(_fused_class(module) or object, UndecoratedExperts)
 
 
-def _blocks(model: nn.Module) -> list[_Block]:
+def find_blocks(model: nn.Module) -> list[Block]:
+    """Every module that holds experts or looks like it, fused or not."""
     modules, blocks = dict(model.named_modules()), {}
     for name, module in modules.items():
         looks = LOOKS_LIKE_MOE.search(type(module).__name__)
@@ -273,11 +291,11 @@ def _blocks(model: nn.Module) -> list[_Block]:
             name = ".".join(path[:-1])
         elif not looks:
             continue
-        blocks[name] = _Block(name, modules[name], module)
+        blocks[name] = Block(name, modules[name], module)
     return [block for block in blocks.values() if not _only_holds(block, blocks)]
 
 
-def _only_holds(block: _Block, blocks: Iterable[str]) -> bool:
+def _only_holds(block: Block, blocks: Iterable[str]) -> bool:
     """Whether it is no MoE but the place of others: Ernie-VL's, one for text and one for images."""
     inner = any(name.startswith(f"{block.name}.") for name in blocks)
     return inner and block.module is block.experts and _fused_class(block.module) is None
@@ -329,7 +347,7 @@ def _why_not_routed(module: nn.Module) -> str | None:
     return None
 
 
-def _why_unknown(block: _Block) -> str:
+def _why_unknown(block: Block) -> str:
     for cls in (plain_class(block.module), plain_class(block.experts)):
         if cls.__module__.startswith("transformers.") and [*replaced(cls, ["forward"])]:
             return describe(cls, "forward")

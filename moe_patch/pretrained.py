@@ -18,7 +18,8 @@ from . import notices
 from .compat import CAN_CHOOSE, CHOOSE, FROM_CONFIG
 from .models import decorated
 from .patcher import LOOKS_LIKE_MOE, patch, unpatch
-from .recognise import eligibility
+from .quantizer import loader
+from .recognise.original import NAME
 
 _LOADERS = ("from_pretrained", FROM_CONFIG)  # the Auto classes end in these two
 _ALWAYS = "enable()"
@@ -49,6 +50,7 @@ def register() -> None:
     An attribute of that name which is not ours stays, with a warning.
     """
     decorated.register()
+    loader.register()
     choose = vars(PreTrainedModel).get(CHOOSE)
     if choose is not None and not hasattr(choose, "moe_patch_original"):
         setattr(PreTrainedModel, CHOOSE, _warning(choose))
@@ -134,7 +136,7 @@ def _warning(original: Callable[..., str]) -> Callable[..., str]:
         chosen = original(self, *args, **kwargs)
         source = sys.modules.get(type(self).__module__)
         can = getattr(self, CAN_CHOOSE, lambda: True)
-        silent = chosen == eligibility.NAME and not can()
+        silent = chosen == NAME and not can()
         if silent and any(map(LOOKS_LIKE_MOE.search, vars(source) if source else ())):
             notices.warn_once(
                 f'experts_implementation="moe_patch" does nothing for {source.__name__}, whose '

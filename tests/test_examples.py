@@ -13,7 +13,7 @@ from plain import honest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from moe_patch.shapes import build_model
+from moe_patch.shapes import Shape, build_model
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 SMALL = "--steps 5 --length 8 --batch 2 --hidden 32 --intermediate 16 --layers 1 --new-tokens 3"
@@ -28,7 +28,9 @@ def load(name):
     return module
 
 
-RUN_BELOW = {"check_parity", "finetune_lora", "patch_and_generate", "train_tiny"}
+RUN_BELOW = {
+    "check_parity", "finetune_lora", "finetune_qlora", "patch_and_generate", "train_tiny",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -126,14 +128,20 @@ def test_train_tiny_reads_the_standard_library():
         example.parse(["--bytes", "8", "--length", "8"])
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    """A tiny model with a tokenizer of single characters."""
+def save_letters(folder):
+    """Saves a tokenizer of single characters, and counts them."""
     letters = [chr(c) for c in range(32, 127)]
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=" ").save_pretrained(tmp_path)
-    build_model("tiny_llama4", layers=1, vocab_size=len(letters)).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=" ").save_pretrained(folder)
+    return len(letters)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A tiny model with a tokenizer of single characters."""
+    letters = save_letters(tmp_path)
+    build_model("tiny_llama4", layers=1, vocab_size=letters).save_pretrained(tmp_path)
     return str(tmp_path)
 
 
@@ -181,3 +189,30 @@ def test_finetune_lora(how, tmp_path, capsys):
     assert code == 0, out
     assert ("fused 2 of 2 MoE blocks" in out) == (how != ["--unpatched"])
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("text", ["the documentation", "a folder"])
+def test_finetune_qlora(text, tmp_path, capsys):
+    """The loss goes down, and the experts' 4-bit weights do not change."""
+    line = ["--steps", "3", "--length", "8", "--out", str(tmp_path / "adapter")]
+    if text == "a folder":
+        (tmp_path / "some.txt").write_text("to be or not to be " * 9)
+        line += ["--text", str(tmp_path), "--format", "int4"]
+        line += ["--model", str(saved_in_bytes(tmp_path / "model"))]
+    code = load("finetune_qlora").main(line)
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert "fused 2 of 2 MoE blocks" in out and "loss " in out and " -> " in out and "GiB" in out
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def saved_in_bytes(folder):
+    """A checkpoint of a tiny Qwen3-MoE whose tokens are characters."""
+    shape = Shape("qwen3_moe", 128, 128, 4, 2, std=0.1)
+    build_model(shape, layers=2, vocab_size=save_letters(folder)).save_pretrained(folder)
+    return folder
+
+
+def test_finetune_qlora_needs_text(tmp_path):
+    with pytest.raises(SystemExit, match="has no text: pass --text a file"):
+        load("finetune_qlora").main(["--text", str(tmp_path)])

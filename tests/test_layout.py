@@ -41,13 +41,16 @@ FLOORS = tuple(
         ops.checks ops.fp8 ops.forward ops.backward ops.experts ops""",
         "fp8",
         """recognise recognise.wrapped recognise.original recognise.parts recognise.gates
-        recognise.quantised recognise.eligibility recognise.lending recognise.overlap
+        recognise.lent recognise.four_bits recognise.quantised recognise.storage
+        recognise.eligibility recognise.lending recognise.overlap
         recognise.adapters recognise.swaps recognise.routers""",
         """models.decorated models.deepseek_v3 models.llama4 models.qwen3_moe models.step3p7
         models""",
-        "ranks patcher pretrained environment",
-        """parity.law parity.report parity.emulate parity.shadow parity.passes parity.router
-        parity.truth parity.block parity.compare parity.check parity""",
+        "ranks patcher",
+        """quantizer.layouts quantizer.config quantizer.conversions quantizer.loader quantizer""",
+        "pretrained quantise environment",
+        """parity.law parity.emulate parity.shadow parity.loss parity.report parity.passes
+        parity.router parity.truth parity.block parity.compare parity.check parity""",
         "__init__",
         """bench bench.timing bench.routing bench.kind bench.block bench.lora bench.families
         bench.fp8 bench.quant bench.model bench.distributed bench.scaling bench.picture
@@ -90,15 +93,20 @@ ARROWS = {
         "switch",
     },
     "models": {"compat", "notices", "ops", "recognise", "switch"},
+    "quantizer": {"compat", "formats", "patcher", "recognise"},
     "ranks": {"compat", "recognise", "version"},
     "patcher": {"compat", "models", "ranks", "recognise", "switch", "versions"},
-    "pretrained": {"compat", "models", "notices", "patcher", "recognise"},
+    "pretrained": {"compat", "models", "notices", "patcher", "quantizer", "recognise"},
+    "quantise": {"formats", "output", "patcher", "quantizer", "recognise"},
     "environment": {"activation", "compat", "models", "recognise"},
     "parity": {
-        "compat", "kernels", "models", "ops", "patcher", "paths", "precision", "recognise",
-        "reference", "switch", "version",
+        "compat", "formats", "kernels", "models", "ops", "patcher", "paths", "precision",
+        "recognise", "reference", "switch", "version",
     },
-    "__init__": {"fp8", "ops", "parity", "patcher", "pretrained", "starting", "version"},
+    "__init__": {
+        "fp8", "ops", "parity", "patcher", "pretrained", "quantise", "quantizer", "starting",
+        "version",
+    },
     "bench": {
         "compat", "environment", "formats", "kernels", "ops", "order", "output", "parity",
         "patcher", "recognise", "reference", "shapes", "usage",
@@ -131,6 +139,7 @@ THIRD_PARTY = {
     "recognise": {"torch", "transformers"},
     "recognise.adapters": {"torch", "peft"},
     "models": {"torch", "transformers"},
+    "quantizer": {"torch", "transformers"},
     "parity.law": {"torch"},
     "parity.report": {"torch"},
 }

@@ -104,10 +104,17 @@ GROUPS = {
             "_from_config", "_experts_implementation_internal",
         ]
     },
+    "quantised checkpoints": {
+        "names": [
+            "merge_quantization_configs", "distributed_config", "_weight_conversions",
+            "_is_hf_initialized", "get_model_conversion_mapping",
+        ]
+    },
     "wrappers": {
         "names": [
             "_is_hooked", "original_forward", "_output_capturing_hooks_installed", "_old_init",
-            "ds_shape", "_orig_mod", "_fsdp_wrapped_module",
+            "ds_shape", "_orig_mod", "_fsdp_wrapped_module", "_get_in_out_features",
+            "_activate_lora", "_apply",
         ]
     },
     "offloading": {

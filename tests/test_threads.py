@@ -17,7 +17,7 @@ from transformers.models.mixtral import modeling_mixtral as hf_mixtral
 
 import moe_patch
 from moe_patch.models import SWAPS, decorated
-from moe_patch.recognise import lending, original, overlap, routers
+from moe_patch.recognise import lent, original, overlap, routers
 
 pytestmark = [
     pytest.mark.filterwarnings("error:moe_patch runs Hugging Face"),
@@ -217,7 +217,7 @@ def test_experts_that_another_thread_calls_take_nobody_s_factors(family):
 
     experts.register_forward_pre_hook(look)
     assert torch.equal(logits(model, 0), expected)
-    assert seen == [{}] and not lending._lent.here.entries
+    assert seen == [{}] and not lent._lent.here.entries
 
 
 def test_factors_that_nobody_takes_are_computed_by_peft(monkeypatch):

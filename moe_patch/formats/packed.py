@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,22 +112,59 @@ def quantize(
             scales that overflow, or a format, group, dtype of scales or zero points that there
             are not.
     """
+    found, group, scale_dtype = find_options(format, group, scale_dtype, zeros)
+    _check_weight(weight, format, group)
+    packed = empty_packed(
+        weight.shape, format, group, scale_dtype=scale_dtype, zeros=zeros, device=weight.device
+    )
+    for expert in range(len(weight)):
+        chosen = _quantize_one(weight, expert, found, group, scale_dtype, zeros)
+        packed.codes[expert] = pack(chosen[0].flatten(-2))
+        packed.scales[expert] = chosen[1]
+        if packed.zeros is not None:
+            packed.zeros[expert] = chosen[2]
+    return packed
+
+
+def empty_packed(
+    shape: Sequence[int],
+    format: str = "nf4",
+    group: int | None = None,
+    *,
+    scale_dtype: torch.dtype | None = None,
+    zeros: bool = False,
+    device: torch.device | str | None = None,
+) -> Packed:
+    """Return a stack [E, N, K] whose tensors nobody has written yet, on any device, meta too.
+
+    Options as in `quantize`.
+
+    Raises:
+        ValueError: another number of dimensions, a K that groups do not divide, or a format, group,
+            dtype of scales or zero points that there are not.
+    """
+    _, group, scale_dtype = find_options(format, group, scale_dtype, zeros)
+    _check_shape(shape, format, group)
+    experts, n, k = shape
+    codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=device)
+    scales = torch.empty(experts, n, k // group, dtype=scale_dtype, device=device)
+    points = torch.empty_like(scales, dtype=torch.uint8) if zeros else None
+    return Packed(codes, scales, points, format)
+
+
+def find_options(
+    format: str, group: int | None, scale_dtype: torch.dtype | None, zeros: bool
+) -> tuple[Format, int, torch.dtype]:
+    """Return the format of a name, with its own group and dtype of scales unless given.
+
+    Raises:
+        ValueError: the format does not exist, or does not have one of the options.
+    """
     found = find_format(format)
     group = found.group if group is None else group
     scale_dtype = found.scale_dtype if scale_dtype is None else scale_dtype
     _check_options(found, group, scale_dtype, zeros)
-    _check_weight(weight, format, group)
-    experts, n, k = weight.shape
-    codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(experts, n, k // group, dtype=scale_dtype, device=weight.device)
-    points = torch.empty_like(scales, dtype=torch.uint8) if zeros else None
-    for expert in range(experts):
-        chosen = _quantize_one(weight, expert, found, group, scale_dtype, zeros)
-        codes[expert] = pack(chosen[0].flatten(-2))
-        scales[expert] = chosen[1]
-        if zeros:
-            points[expert] = chosen[2]
-    return Packed(codes, scales, points, format)
+    return found, group, scale_dtype
 
 
 def _quantize_one(
@@ -254,12 +292,16 @@ def _check_options(format: Format, group: int, scale_dtype: torch.dtype, zeros: 
 def _check_weight(weight: Tensor, format: str, group: int) -> None:
     if not weight.is_floating_point():
         raise TypeError(f"the weight is {weight.dtype}: pass floats to quantise to {format}.")
-    if weight.dim() != 3:
-        raise ValueError(f"the weight must be [E, N, K], found {list(weight.shape)}.")
-    if weight.shape[-1] % group:
+    _check_shape(weight.shape, format, group)
+
+
+def _check_shape(shape: Sequence[int], format: str, group: int) -> None:
+    if len(shape) != 3:
+        raise ValueError(f"the weight must be [E, N, K], found {list(shape)}.")
+    if shape[-1] % group:
         raise ValueError(
-            f"K = {weight.shape[-1]} of the weight {list(weight.shape)} is not a multiple of "
-            f"{group}: choose another group or format."
+            f"K = {shape[-1]} of the weight {list(shape)} is not a multiple of {group}: choose "
+            "another group or format."
         )
 
 

@@ -16,6 +16,7 @@ from ..recognise.wrapped import is_dtensor
 from ..switch import ENABLED
 from .compare import MIN_SLOTS, MIN_SLOTS_BRIEFLY, Comparison
 from .law import Row
+from .loss import TOKENS, divergence, losses
 from .passes import FEW, MANY, Pass
 from .report import ParityReport, Section, environment
 from .shadow import plain_arithmetic, shadow
@@ -32,6 +33,7 @@ def check_parity(
     hidden_states: Tensor | None = None,
     model_level: bool = False,
     thorough: bool = False,
+    original: nn.Module | None = None,
 ) -> ParityReport:
     """Compares MoE blocks with Hugging Face's own code and a float64 truth, by the parity law.
 
@@ -55,21 +57,26 @@ def check_parity(
         model_level: also compare whole-model logits: the median KL(HF float32 || patched) against
             KL(HF float32 || HF) over 512 random tokens. Needs the memory of a float32 copy.
         thorough: run every block in every way, at every number of tokens.
+        original: the model before `quantize_experts`. The report's `losses` say what quantisation
+            lost: of each weight, and of the logits. The law judges experts in 4 bits by the weights
+            that they have.
 
     Raises:
         ValueError: no MoE block that can be patched, an unknown block, a wrong width or dtype,
-            weights that are spread over ranks, an input that proves nothing.
+            weights that are spread over ranks, an input that proves nothing, an original without
+            the weights that were quantised.
         TypeError: no module, or tokens that are no whole numbers.
         RuntimeError: the kernels cannot run on the model's device.
     """
     counts = _check(model_or_block, tokens, dtype, hidden_states)
+    lost = [] if original is None else losses(model_or_block, original, seed)
     patched = shadow(model_or_block)
     found = patch(patched)
     skipped = [f"{name} ({cls}): {reason}" for name, cls, reason in found.skipped]
     chosen = _choose(patched, list(found.fused), blocks)
     devices = [parameter.device for parameter in patched.parameters()]
     del patched
-    report = ParityReport([], environment(devices[0]), skipped)
+    report = ParityReport([], environment(devices[0]), skipped, losses=lost)
     kinds: set[str] = set()
     try:
         for name in chosen:
@@ -254,7 +261,7 @@ def _model_level(
     if device.type == "cuda" and need > torch.cuda.mem_get_info(device)[0]:
         return f"a float32 copy needs {need / 2**30:.0f} GiB of free memory"
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocabulary, (4, 128), generator=generator).to(device)
+    ids = torch.randint(vocabulary, TOKENS, generator=generator).to(device)
 
     def logits(dtype: torch.dtype | None, patched: bool) -> Tensor:
         copy = shadow(model, dtype)
@@ -263,19 +270,10 @@ def _model_level(
 
     with plain_arithmetic(), torch.no_grad():
         truth = logits(torch.float32, False)
-        each = [_kl(truth, logits(dtype, patched)) for patched in (True, False)]
+        each = [divergence(truth, logits(dtype, patched)) for patched in (True, False)]
     ours, hf = (float(kl.median()) for kl in each)
     mean = "mean {:.2e} beside {:.2e}".format(*(float(kl.mean()) for kl in each))
     row = Row(
         "KL of logits", ours <= 1.1 * hf, ours, hf, ratio=ours / hf if hf else None, note=mean
     )
     return Section("whole model", str(dtype)[6:], ids.numel(), [row])
-
-
-def _kl(truth: Tensor, logits: Tensor) -> Tensor:
-    """Of each token [T]."""
-    parts = []
-    for p, q in zip(truth.split(64), logits.split(64)):
-        p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
-        parts.append((p.exp() * (p - q)).sum(-1))
-    return torch.cat(parts)

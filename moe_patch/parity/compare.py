@@ -17,7 +17,7 @@ from ..models.decorated import UndecoratedExperts
 from ..patcher import patch
 from ..paths import recorded
 from ..recognise.eligibility import is_decorated
-from ..recognise.quantised import is_quantised
+from ..recognise.storage import FOUR_BITS, FP8, PLAIN, logical_shapes, storage_of
 from . import law, passes
 from .block import BlockComparison
 from .law import Row
@@ -26,11 +26,11 @@ from .router import RouterComparison, find_router
 from .shadow import (
     Family,
     adapted,
+    dtype_of,
     family_of,
     find_experts,
     hugging_face,
     implementations,
-    logical,
     multiplies_fp8,
     plain_arithmetic,
     projections,
@@ -111,20 +111,22 @@ class Comparison:
         known = is_decorated(experts) or isinstance(experts, UndecoratedExperts)
         if self.family.router is None and not known:
             raise ValueError("it is wrapped by PEFT: check the model before that")
-        gate_up, down = logical(self.twin, *(getattr(experts, n) for n in projections(experts)[:2]))
-        self.quantised, self.device = is_quantised(experts), gate_up.device
-        self.dtype = gate_up.dtype
+        (_, _, hidden), (_, _, inner) = logical_shapes(experts)
+        self.num_experts, self.hidden_size, self.intermediate_size = (
+            len(experts.down_proj), hidden, inner,
+        )  # fmt: skip
+        self.stored, self.device = storage_of(experts), experts.down_proj.device
+        self.quantised = self.stored is FP8
+        self.dtype = dtype_of(experts)
         self.in_fp8: tuple[str, ...] = ()
         if self.quantised:
             self.dtype = dtype or getattr(experts.config, "dtype", None) or torch.bfloat16
             self.in_fp8 = ("output_no_grad",)
             if multiplies_fp8(experts):
                 self.in_fp8 += ("output", "d_hidden_states", "d_top_k_weights", "d_router")
-        self.live = runs_ours(block) and find_experts(block).down_proj.dtype == down.dtype
+        self.live = runs_ours(block) and dtype_of(find_experts(block)) == dtype_of(experts)
         if self.live:
             self.ours = block
-        self.num_experts, self.intermediate_size = gate_up.shape[0], down.shape[2]
-        self.hidden_size = gate_up.shape[2]
         self.baselines = {way: hugging_face(self.twin, way) for way in implementations(self.twin)}
         self.router = None
         name = find_router(self.ours) if self.family.router is None else None
@@ -153,6 +155,8 @@ class Comparison:
         """Few tokens, and as few numbers of many, up to 8192, as reach every other code path."""
         experts = find_experts(self.twin)
         up, down = (getattr(experts, name) for name in projections(experts)[:2])
+        if self.stored is FOUR_BITS:
+            up, down, _ = self.stored.operands(experts, up, down)
 
         def ways(count: int) -> set[str]:
             return set(kernels.ways.ways(count, self.top_k, up, down, self.dtype))
@@ -320,8 +324,8 @@ class Comparison:
         return rows
 
     def _why_not(self, how: Pass) -> str | None:
-        if self.quantised and (how.frozen or how.accumulate):
-            return "FP8 weights are always frozen"
+        if self.stored is not PLAIN and (how.frozen or how.accumulate):
+            return f"weights in {self.stored.name} are always frozen"
         if self.family.shared_expert and how.sentinels:
             return "Llama4's block takes no ids of experts"
         return None

@@ -13,6 +13,7 @@ import torch
 from ..paths import PATHS
 from ..version import __version__
 from .law import Row
+from .loss import Loss
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class ParityReport:
     """Lines about what was not checked, with the reason."""
     paths: list[str] = field(default_factory=list)
     """The ways through the experts that ran, of `moe_patch.paths.PATHS`."""
+    losses: list[Loss] = field(default_factory=list)
+    """What quantising the experts lost, where the original was given; not part of the verdict."""
 
     @property
     def rows(self) -> list[Row]:
@@ -61,13 +64,16 @@ class ParityReport:
     def __add__(self, other: ParityReport) -> ParityReport:
         skipped = [*self.skipped, *(line for line in other.skipped if line not in self.skipped)]
         paths = [path for path in PATHS if path in {*self.paths, *other.paths}]
-        return ParityReport([*self.sections, *other.sections], self.environment, skipped, paths)
+        sections, losses = [*self.sections, *other.sections], [*self.losses, *other.losses]
+        return ParityReport(sections, self.environment, skipped, paths, losses)
 
     def __str__(self) -> str:
         lines = [f"moe_patch parity on {self.environment}"]
         for section in self.sections:
             lines += ["", title(section)]
             lines += [f"  {line}" for line in _columns([HEADER, *map(cells, section.rows)])]
+        lines += ["", "lost by quantisation:"] if self.losses else []
+        lines += [f"  {loss}" for loss in self.losses]
         lines += [""] if self.skipped else []
         lines += [f"not checked: {line}" for line in self.skipped]
         return "\n".join([*lines, "", *self.ways, self.verdict])

@@ -17,15 +17,19 @@ from torch import Tensor, nn
 
 from .. import reference
 from ..compat import CAPTURED, HF_HOOK, OLD_FORWARD, implementation_of, module_state
+from ..formats.packed import dequantize
 from ..models import SWAPS
 from ..models.decorated import ExpertsConfig, UndecoratedExperts
 from ..ops import fp8
 from ..patcher import unpatch
 from ..precision import ieee_products
-from ..recognise.eligibility import NAME, is_decorated, stored_transposed
+from ..recognise.eligibility import is_decorated
+from ..recognise.four_bits import FourBits
 from ..recognise.gates import activation_of
-from ..recognise.parts import normalises, up_name
+from ..recognise.original import NAME
+from ..recognise.parts import normalises, stored_transposed, up_name
 from ..recognise.quantised import is_quantised
+from ..recognise.storage import PLAIN, storage_of
 from ..recognise.wrapped import plain_class
 from .emulate import dequantised_linear, fp8_linear
 
@@ -46,12 +50,14 @@ def shadow(
     memo = {} if _memo is None else _memo
     if id(module) in memo:
         return memo[id(module)]
+    packed = isinstance(module, FourBits)
+    scales = "_scales" if packed else "_scale_inv"
 
     def tensor(name: str, old: Tensor | None, wrap: Callable[[Tensor], Tensor]) -> Tensor | None:
         if old is None:
             return None
         if id(old) not in memo:
-            quantised = old.element_size() == 1 or name.endswith("_scale_inv")
+            quantised = old.element_size() == 1 or name.endswith(scales)
             cast = dtype is not None and old.is_floating_point() and not quantised
             memo[id(old)] = wrap(old.detach().to(dtype) if cast else old.detach())
         return memo[id(old)]
@@ -65,6 +71,8 @@ def shadow(
     new.__dict__.update({k: v for k, v in module.__dict__.items() if k not in fresh})
     if "config" in new.__dict__:  # unpatch may write to it
         new.__dict__["config"] = copy.deepcopy(module.config, memo)
+    if packed:  # not worth a warning: it runs dequantised to be compared
+        new.__dict__.update(warns=False, weight_dtype=dtype or module.weight_dtype)
     new.training = False
     (parameters, buffers, children, unsaved), mine = module_state(module), module_state(new)
     mine[0].update({k: tensor(k, p, parameter) for k, p in parameters.items()})
@@ -139,16 +147,18 @@ def find_experts(block: nn.Module) -> Any:
 
 def exact_weights(experts: nn.Module, expert: int) -> list[Tensor]:
     """The parameters of one expert in float64, each with its leading 1 and as `logical` has it;
-    FP8 weights are dequantised."""
+    quantised weights are dequantised."""
     one = slice(expert, expert + 1)
     names = projections(experts)
     if is_quantised(experts):
         scales = (getattr(experts, f"{name}_scale_inv").detach()[one] for name in names)
         weights = (getattr(experts, name).detach()[one] for name in names)
         return [reference.dequantize(w, s, torch.float64) for w, s in zip(weights, scales)]
-    parameters = [getattr(experts, name).detach() for name in names]
-    parameters[:2] = logical(experts, *parameters[:2])
-    return [parameter[one].double() for parameter in parameters]
+    weights = storage_of(experts).operands(experts, *(getattr(experts, n) for n in names[:2]))[:2]
+    biases = [getattr(experts, name).detach()[one].double() for name in names[2:]]
+    if isinstance(experts, FourBits):
+        return [dequantize(weight[one], torch.float64) for weight in weights] + biases
+    return [weight.detach()[one].double() for weight in weights] + biases
 
 
 def projections(experts: nn.Module) -> tuple[str, ...]:
@@ -158,8 +168,13 @@ def projections(experts: nn.Module) -> tuple[str, ...]:
 
 
 def trained(experts: nn.Module) -> tuple[str, ...]:
-    """Those of `projections` that can want a gradient: not FP8 weights."""
-    return () if is_quantised(experts) else projections(experts)
+    """Those of `projections` that can want a gradient: not quantised weights."""
+    return projections(experts)[0 if storage_of(experts) is PLAIN else 2 :]
+
+
+def dtype_of(experts: Any) -> torch.dtype:
+    """The dtype of the weights; of 4-bit ones, that which they had."""
+    return experts.weight_dtype if isinstance(experts, FourBits) else experts.down_proj.dtype
 
 
 def multiplies_fp8(experts: nn.Module) -> bool:

@@ -24,8 +24,8 @@ from .shadow import (
     exact_weights,
     find_experts,
     multiplies_fp8,
+    projections,
     stored_transposed,
-    trained,
 )
 
 
@@ -180,7 +180,7 @@ def _experts(
     """
     x, weights, index, d_out = given
     experts = find_experts(block)
-    every = [f"d_{name}" for name in trained(experts)]
+    every = [f"d_{name}" for name in projections(experts)]
     names = [name for name in every if name in ours]
     backward = any(name.startswith("d_") for name in ours)
     grads = {name: [run[name] for run in (ours, *hf)] for name in names}

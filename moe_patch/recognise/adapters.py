@@ -2,22 +2,37 @@
 
 PEFT adds the update to all experts' weights at every forward. Here it never meets them: the experts
 get the two factors and compute x W^T + (x A^T) B^T.
+
+Codes of weights in 4 bits are nothing that an update can be added to, so the wrapper of such a
+parameter gets a class of its own when PEFT makes it, patched or not.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from peft.tuners.lora import layer as peft
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..compat import DS_SHAPE, check_forward_args, swapped, why_no_adapters
+from ..compat import (
+    DS_SHAPE,
+    MEASURE,
+    check_forward_args,
+    swapped,
+    why_no_adapters,
+    why_no_adapters_on_codes,
+)
 from ..notices import warn_once
 from ..ops.low_rank import LowRank, factors
-from .eligibility import stored_transposed
-from .lending import lend, take_back, takes_low_rank
+from .four_bits import FourBits
+from .lending import takes_low_rank
+from .lent import lend, take_back
 from .original import Fused, intact, own_forward
-from .parts import up_name
+from .parts import stored_transposed, up_name
 
 
 class ParamWrapper(Fused, peft.ParamWrapper):
@@ -44,6 +59,68 @@ class ParamWrapper(Fused, peft.ParamWrapper):
             left = take_back(experts, name)
         # nobody took them: another thread unpatches the model, and Hugging Face's forward ran
         return own_forward(self, x, *args) if left else out
+
+
+class FourBitsParamWrapper(peft.ParamWrapper):
+    """PEFT's wrapper of one parameter of experts in 4 bits.
+
+    Its adapters have the shapes and the dtype that they have beside the weights in 16 bits. The
+    experts get their factors, whether they run fused or not.
+    """
+
+    def get_param(self) -> Tensor:
+        """What PEFT reads of the weights besides their numbers: a tensor without memory."""
+        experts = self.get_base_layer()
+        if self.parameter_name not in (up_name(experts), "down_proj"):
+            return super().get_param()
+        packed = experts.packed(self.parameter_name)
+        weight = torch.empty((), dtype=experts.weight_dtype, device=packed.device)
+        weight = weight.expand(packed.shape)
+        return weight.mT if stored_transposed(experts) else weight
+
+    @contextlib.contextmanager
+    def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
+        experts, name = self.get_base_layer(), self.parameter_name
+        adapters = [adapter for adapter in active_adapters if adapter in self.lora_A]
+        if not adapters:
+            yield
+            return
+        lend(experts, name, _low_rank(self, adapters))
+        try:
+            yield
+        finally:
+            take_back(experts, name)
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Raises: codes have no room for an update.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{self.parameter_name} is in 4 bits, and an adapter cannot be merged into that: load "
+            "the model in 16 bits, load the adapter there, and merge."
+        )
+
+
+FourBitsParamWrapper.__name__ = "ParamWrapper"  # PEFT asks for the name
+
+
+def measure_four_bits() -> None:
+    """Has PEFT's wrappers know parameters in 4 bits, from now on."""
+    measure = MEASURE.find()
+    if why_no_adapters_on_codes() or hasattr(measure, "moe_patch_original"):
+        return
+
+    @functools.wraps(measure)
+    def measured(self: Any, module: nn.Module) -> Any:
+        experts = self.get_base_layer()
+        if isinstance(experts, FourBits) and type(self) is peft.ParamWrapper:
+            self.__class__ = FourBitsParamWrapper
+        return measure(self, module)
+
+    vars(measured)["moe_patch_original"] = measure
+    MEASURE.put(measured)
 
 
 def _why_not_fit(wrapper: peft.ParamWrapper, adapter: str, x: Tensor) -> str | None:

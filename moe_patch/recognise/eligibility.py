@@ -19,20 +19,14 @@ from ..compat import (
     IMPLEMENTATION,
     INTERFACE,
     ExpertsInterface,
-    FakeTensor,
 )
 from ..notices import say_unfused
 from ..ops.differentiable import why_not_kernels
 from ..ops.grouped import DTYPES
-from . import quantised
 from .gates import activation_of, has_own_gate, is_silu
 from .parts import has_gate, normalises, up_name
+from .storage import logical_shapes, storage_of
 from .wrapped import is_dtensor, replaced_forward
-
-NAME = "moe_patch"
-"""Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
-
-_PLAIN = (Tensor, nn.Parameter, FakeTensor or Tensor)  # FakeTensor: while torch.export traces
 
 
 def is_decorated(module: nn.Module) -> bool:
@@ -45,13 +39,14 @@ def dispatches(cls: Any) -> bool:
     """Whether `cls.forward` is the dispatch that HF's decorator writes. An override is not."""
     if ExpertsInterface is None or not isinstance(interface(cls), ExpertsInterface):
         return False
-    return IMPLEMENTATION in cls.forward.__code__.co_names  # what `patch` stands in for
+    forward = getattr(cls, "within", cls).forward
+    return IMPLEMENTATION in forward.__code__.co_names  # what `patch` stands in for
 
 
 @torch.compiler.assume_constant_result
 def interface(cls: type) -> Any:
     """Where the dispatch of a decorated class looks names up."""
-    forward = getattr(cls, "forward", None)
+    forward = getattr(getattr(cls, "within", cls), "forward", None)  # 4-bit experts' own
     names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
     cells = dict(zip(names, getattr(forward, "__closure__", None) or ()))
     found = cells.get(INTERFACE)
@@ -88,11 +83,6 @@ def why_not_silu(act_fn: Any) -> str | None:
 
 def _name(act_fn: Any) -> str:
     return getattr(act_fn, "__name__", type(act_fn).__name__)
-
-
-def stored_transposed(experts: nn.Module) -> bool:
-    """Whether the weights are stored [E, K, N]. Llama4's class does not say so."""
-    return getattr(experts, "is_transposed", "Llama4" in type(experts).__name__)
 
 
 def runs_fused(*tensors: Tensor, reason: str | None = None) -> bool:
@@ -132,30 +122,13 @@ def why_by_parts(experts: nn.Module) -> str | None:
 
 def why_not_read(experts: nn.Module, gate_up: Tensor, down: Tensor) -> str | None:
     """None when the kernels can read these weights of the experts, else the reason."""
-    if quantised.is_quantised(experts):
-        return quantised.why_not(experts, gate_up, down)
-    return why_not_plain(gate_up, down)
-
-
-def why_not_plain(gate_up: Tensor, down: Tensor) -> str | None:
-    """None when the kernels can read these weights as plain tensors, else the reason."""
-    if gate_up.dtype != down.dtype:
-        return f"the weights are {gate_up.dtype} and {down.dtype}: one dtype is needed"
-    if gate_up.dtype not in DTYPES:
-        return f"the weights are {gate_up.dtype}: bfloat16, float16 or float32 is needed"
-    if type(gate_up) not in _PLAIN or type(down) not in _PLAIN:
-        return f"the weights are {type(gate_up).__name__}s: plain tensors are needed"
-    if gate_up.device != down.device:
-        return f"the weights are on {gate_up.device} and {down.device}: one device is needed"
-    return None
+    return storage_of(experts).why_not(experts, gate_up, down)
 
 
 def _why_not_shapes(experts: nn.Module, gate_up: Tensor, down: Tensor) -> str | None:
     if gate_up.dim() != 3 or down.dim() != 3:  # flat or empty while ZeRO-3 or FSDP has them
         return None
-    (e, n, h), (f, o, i) = gate_up.shape, down.shape
-    if stored_transposed(experts):
-        n, h, o, i = h, n, i, o
+    (e, n, h), (f, o, i) = logical_shapes(experts)
     if (f, o, 2 * i if has_gate(experts) else i) == (e, h, n):
         return None
     return (

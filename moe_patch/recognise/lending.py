@@ -1,4 +1,4 @@
-"""LoRA's factors on their way to the fused call of the experts that they update.
+"""Whether the experts that LoRA updates take its factors (lent.py) in their fused call.
 
 PEFT's wrapper lends them, the experts' forward takes them, and the wrapper takes back what nobody
 took: then Hugging Face's forward ran, and it runs PEFT's own code.
@@ -6,7 +6,6 @@ took: then Hugging Face's forward ran, and it runs PEFT's own code.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,32 +13,11 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import switch
 from ..compat import implementation_of, why_no_adapters
-from ..ops.low_rank import LowRank
-from .eligibility import NAME, is_decorated, why_by_parts, why_not_form, why_not_plain, why_not_run
+from .eligibility import is_decorated, why_by_parts, why_not_form, why_not_run
+from .original import NAME
 from .parts import up_name
-from .quantised import is_quantised
+from .storage import storage_of
 from .wrapped import is_dtensor, plain_class, replaced_forward
-
-
-class _Entries:
-    """Updates that LoRA lends to the experts it calls: (experts, parameter, factors)."""
-
-    def __init__(self) -> None:
-        self.entries: tuple[tuple[nn.Module, str, LowRank], ...] = ()
-
-
-class _Lent(threading.local):
-    """Entries of each thread. Not kept on the module: another thread may run the same one.
-
-    An object of its own holds them: what a compiled function writes to a threading.local itself is
-    lost where its graph breaks (torch 2.13 to 2.15).
-    """
-
-    def __init__(self) -> None:  # not of the class: Dynamo's guards take it for absent
-        self.here = _Entries()
-
-
-_lent = _Lent()
 
 
 def takes_low_rank(experts: Any, hidden_states: Tensor, *routing: Tensor) -> bool:
@@ -56,7 +34,8 @@ def takes_low_rank(experts: Any, hidden_states: Tensor, *routing: Tensor) -> boo
     elif not getattr(experts, "takes_low_rank", False):
         return False
     gate_up, down = getattr(experts, up_name(experts)), experts.down_proj
-    runs = switch.ENABLED and not why_not_plain(gate_up, down)
+    stored = storage_of(experts)
+    runs = switch.ENABLED and stored.takes_low_rank and not stored.why_not(experts, gate_up, down)
     return runs and not why_not_run(hidden_states, routing[1])
 
 
@@ -77,36 +56,13 @@ def why_left_to_peft(wrapper: Any, fused: type | None) -> str | None:
     if not (is_decorated(experts) or hasattr(fused, "takes_low_rank")):
         return f"the experts are {plain_class(experts).__name__}, which moe_patch does not fuse"
     gate_up, down = (getattr(experts, each, None) for each in (up_name(experts), "down_proj"))
-    if is_quantised(experts):
+    stored = storage_of(experts)
+    if not stored.takes_low_rank:
         return "the experts are quantised"
-    plain = isinstance(gate_up, Tensor) and isinstance(down, Tensor) and not is_dtensor(gate_up)
-    if plain and (reason := why_not_plain(gate_up, down)):
+    local = isinstance(gate_up, Tensor) and isinstance(down, Tensor) and not is_dtensor(gate_up)
+    if local and (reason := stored.why_not(experts, gate_up, down)):
         return reason
     if getattr(fused, "takes_low_rank", None) is True:
         return None
     by_parts = why_by_parts(experts)
     return by_parts and f"the experts run by parts, because of {by_parts}"
-
-
-def lend(experts: nn.Module, parameter: str, low_rank: LowRank) -> None:
-    """Has the next fused call of these experts in this thread take the factors of an update."""
-    _lent.here.entries = (*_lent.here.entries, (experts, parameter, low_rank))
-
-
-def take_back(experts: nn.Module, parameter: str) -> bool:
-    """Undoes `lend`; whether the factors were still there, so that no call has taken them."""
-    entries = _lent.here.entries
-    left = tuple(e for e in entries if e[0] is not experts or e[1] != parameter)
-    _lent.here.entries = left
-    return len(left) < len(entries)
-
-
-def low_rank_updates(experts: nn.Module) -> dict[str, LowRank]:
-    """Arguments of `fused_experts`, what was lent to these experts; none without LoRA."""
-    entries = _lent.here.entries
-    if not entries:
-        return {}
-    _lent.here.entries = tuple(e for e in entries if e[0] is not experts)
-    taken = {name: low_rank for owner, name, low_rank in entries if owner is experts}
-    names = {"gate_up_low_rank": up_name(experts), "down_low_rank": "down_proj"}
-    return {argument: taken.get(name) for argument, name in names.items()} if taken else {}

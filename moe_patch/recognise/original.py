@@ -17,6 +17,9 @@ from torch import nn
 
 from ..notices import say_unfused
 
+NAME = "moe_patch"
+"""Our name in HF's registries: `from_pretrained(..., experts_implementation="moe_patch")`."""
+
 _Object: Any = object  # for type checkers: Hugging Face's class brings attributes of its own
 
 
@@ -62,7 +65,9 @@ def intact(module: nn.Module) -> bool:
 def own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs the forward that the module has without moe_patch."""
     cls = type(module)
-    return getattr(cls, "stands_for", cls).forward(module, *args, **kwargs)
+    cls = getattr(cls, "stands_for", cls)
+    forward = getattr(type(module), "run_own", None)  # of 4-bit experts
+    return (forward or cls.forward)(module, *args, **kwargs)
 
 
 def fused_within(cls: type) -> type[Fused] | None:

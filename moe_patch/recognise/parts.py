@@ -38,6 +38,11 @@ def form_of(experts: nn.Module) -> Form:
     )
 
 
+def stored_transposed(experts: nn.Module) -> bool:
+    """Whether the class stores its weights [E, K, N]. Llama4's does not say so."""
+    return getattr(experts, "is_transposed", "Llama4" in type(experts).__name__)
+
+
 def has_gate(experts: nn.Module) -> bool:
     """Whether the first projection makes gates too, as HF's decorator has it."""
     return getattr(experts, "has_gate", True)

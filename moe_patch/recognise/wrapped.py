@@ -1,8 +1,9 @@
 """Classes and forwards that engines put around a module without replacing it.
 
 torch's fully_shard and torch.nn.utils.parametrize give the module a class of their own, derived
-from the module's; transformers' plans put a forward on the instance, which calls the one that it
-found there; accelerate keeps the class's forward beside its own.
+from the module's, and so do weights in 4 bits (four_bits.py); transformers' plans put a forward on
+the instance, which calls the one that it found there; accelerate keeps the class's forward beside
+its own.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _PLACES = ("forward", OLD_FORWARD)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, or the one beneath those that torch derives from it: FSDPModule's and
-    torch.nn.utils.parametrize's."""
+    """The module's class, or the one beneath those that are derived from it: FSDPModule's,
+    torch.nn.utils.parametrize's and that of 4-bit experts."""
     cls = type(module)
     while _is_wrapper(cls):
         cls = cls.__bases__[-1]
@@ -83,7 +84,12 @@ def _inner(forward: Any) -> Any:
 
 
 def _is_wrapper(cls: type) -> bool:
-    return _is_engine(cls) or cls.__module__ == "torch.nn.utils.parametrize"
+    made = cls.__module__ == "torch.nn.utils.parametrize"
+    return made or _is_four_bits(cls) or _is_engine(cls)
+
+
+def _is_four_bits(cls: type) -> bool:
+    return "within" in vars(cls)
 
 
 def _is_engine(cls: type) -> bool:
@@ -95,6 +101,9 @@ def _rewrapped(cls: type[nn.Module], old: type[nn.Module], new: type[nn.Module])
         return new
     if not _is_wrapper(cls):
         raise TypeError(f"{cls.__name__} derives from {old.__name__}")
+    if _is_four_bits(cls):
+        four_bits: Any = cls
+        return four_bits.around(_rewrapped(four_bits.within, old, new))
     # an engine has one class for all modules of a kind; a parametrized module has one of its own,
     # which changes with every parametrization
     derived: Any = _shared if _is_engine(cls) else _derived

@@ -15,9 +15,9 @@ from ..activation import parse
 from ..bench.families import top_k_of
 from ..bench.model import read_config
 from ..bench.timing import first_line
-from ..recognise.eligibility import stored_transposed, why_by_parts
+from ..recognise.eligibility import why_by_parts
 from ..recognise.gates import SILU, activation_of
-from ..recognise.parts import up_name
+from ..recognise.parts import stored_transposed, up_name
 
 
 @dataclass(frozen=True)

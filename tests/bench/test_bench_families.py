@@ -15,7 +15,7 @@ from moe_patch.bench import families as bench_families
 from moe_patch.bench.families import HF, OURS, PUBLISHED, FamilyTiming, bench_family, rows, sized
 from moe_patch.bench.timing import Spread
 from moe_patch.parity import ParityReport
-from moe_patch.recognise.eligibility import NAME
+from moe_patch.recognise.original import NAME
 
 CPU = {"device": "cpu", "dtype": torch.float32}
 ONE = environment.Support("qwen3_moe", "Qwen3MoeExperts", "silu(gate) * up", "fused", None)

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from layouts import awq, compressed, gptq
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moe_patch.formats.checkpoints import (
-    AWQ_ORDER,
     concat,
     drop_zeros,
     from_awq,
@@ -22,23 +22,6 @@ from moe_patch.formats.packed import check_packed, dequantize, quantize, unpack
 
 N, K = 24, 256
 groups = pytest.mark.parametrize("group", [32, 64, 128])
-
-
-def word(codes):
-    """An int32 as Python's integer, from eight codes, the lowest first."""
-    bits = "".join(f"{code:04b}" for code in reversed(codes))
-    value = int(bits, 2)
-    return value - 2**32 if bits[0] == "1" else value
-
-
-def words_along_rows(matrix):
-    """Lists [R][8 * C] -> int32 [R, C]."""
-    rows = [[word(row[at : at + 8]) for at in range(0, len(row), 8)] for row in matrix]
-    return torch.tensor(rows, dtype=torch.int32)
-
-
-def transposed(matrix):
-    return [list(column) for column in zip(*matrix)]
 
 
 def some(group, n=N, dtype=torch.float16):
@@ -65,43 +48,6 @@ def same(packed, codes, zeros, scales):
         for i in range(n)
     ]
     assert torch.equal(dequantize(packed, torch.float64)[0], torch.tensor(truth).double())
-
-
-def gptq(codes, zeros, scales, less=1):
-    stored = [[zero - less for zero in row] for row in zeros]
-    return {
-        "qweight": words_along_rows(codes).T.contiguous(),
-        "qzeros": words_along_rows(transposed(stored)),
-        "scales": scales.T.contiguous(),
-        "g_idx": torch.tensor([k // (K // scales.shape[1]) for k in range(K)], dtype=torch.int32),
-    }
-
-
-def awq(codes, zeros, scales):
-    def interleaved(matrix):  # [R][N]
-        return [
-            [row[at + column] for at in range(0, len(row), 8) for column in AWQ_ORDER]
-            for row in matrix
-        ]
-
-    return {
-        "qweight": words_along_rows(interleaved(transposed(codes))),
-        "qzeros": words_along_rows(interleaved(transposed(zeros))),
-        "scales": scales.T.contiguous(),
-    }
-
-
-def compressed(codes, zeros, scales):
-    n = len(codes)
-    tensors = {
-        "weight_packed": words_along_rows(codes),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor([n, K]),
-    }
-    if zeros is not None:
-        padded = zeros + [[0] * scales.shape[1]] * (-n % 8)
-        tensors["weight_zero_point"] = words_along_rows(transposed(padded)).T.contiguous()
-    return tensors
 
 
 def random_gpt_oss(low=0, high=256):

@@ -271,7 +271,7 @@ def test_model_level_judges_the_median(use, monkeypatch, theirs, passes):
     ours, hf = torch.full((512,), 1.0), torch.full((512,), theirs)
     ours[7] = 1e6
     answers = iter([ours, hf])
-    monkeypatch.setattr(check, "_kl", lambda *_: next(answers))
+    monkeypatch.setattr(check, "divergence", lambda *_: next(answers))
     model = build_model("tiny_qwen3", layers=1).half()
     report = check_parity(model, tokens=64, backward=False, model_level=True)
     row = report.sections[-1].rows[0]

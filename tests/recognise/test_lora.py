@@ -17,7 +17,7 @@ from tiny import assert_close, both_families, tiny_model, tokens
 import moe_patch
 from moe_patch import kernels, notices
 from moe_patch.models import llama4
-from moe_patch.recognise import lending
+from moe_patch.recognise import lent
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_the_weights_are_never_formed(family, pair, device, formed):
     assert grads.keys() == expected_grads.keys() and len(grads) == 8
     for name, grad in grads.items():
         assert_close(grad, expected_grads[name])
-    assert not lending._lent.here.entries
+    assert not lent._lent.here.entries
 
 
 @both_families
