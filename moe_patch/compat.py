@@ -389,7 +389,7 @@ _STATE = [
 ]
 
 
-_name(
+APPLY = _word(
     "torch.nn:Module._apply",
     "model.to(dtype) and model.half() end in it: they are not to cast the scales of 4-bit weights.",
     TORCH,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from . import output
 from .formats.packed import find_options, quantize
@@ -170,10 +171,10 @@ def _why_not_experts(block: Block, experts: Any, owners: Counter[int]) -> str | 
         return "its weights are offloaded or on the meta device: load the model without offloading"
     if any(map(is_adapter, block.module.modules())):
         return "PEFT has put adapters on its experts: quantise the model before that"
+    if is_parametrized(experts):
+        return "its weights are computed by a parametrization: remove that before quantising"
     if any(owners[id(weight)] > 1 for weight in weights):
         return "its weights are tied to those of another module: quantising would untie them"
-    if any(owners[id(weight)] < 1 for weight in weights):
-        return "its weights are computed by a parametrization: remove that before quantising"
     return None
 
 

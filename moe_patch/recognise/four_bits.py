@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..compat import IMPLEMENTATION, MODULE_STATE
+from ..compat import APPLY, IMPLEMENTATION, MODULE_STATE
 from ..formats.packed import Packed, dequantize
 from ..notices import warn_once
 from ..ops.low_rank import LowRank
@@ -93,7 +93,7 @@ class FourBits(_Object):
         probe = torch.empty(0, dtype=self.weight_dtype, device=kept[0].device)
         dtype = fn(probe).dtype
         self.weight_dtype = dtype if dtype.is_floating_point else self.weight_dtype
-        return super()._apply(moved, recurse)
+        return getattr(super(), APPLY)(moved, recurse)
 
     def __reduce_ex__(self, protocol: int) -> Any:  # type: ignore[override]
         """Copies and pickles name the class of the experts: this one cannot be imported."""
@@ -205,7 +205,7 @@ def _stand_in(cls: Any) -> Any:
         stack = vars(self)["_stacks"].get(name)
         if stack is None:
             return cls.__getattr__(self, name)
-        return stack if self._lazy else stack.whole()
+        return stack if vars(self)["_lazy"] else stack.whole()
 
     content: dict[str, Any] = {"__getattr__": __getattr__, "__module__": cls.__module__}
     return type(cls.__name__, (cls,), content)
