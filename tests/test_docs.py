@@ -71,7 +71,7 @@ def plain(page: str) -> str:
 def checkpoint(tmp_path_factory) -> Path:
     """A folder with a tiny Qwen3-MoE and its tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    shape = Shape("qwen3_moe", 32, 16, 4, 2, std=0.15)
+    shape = Shape("qwen3_moe", 64, 64, 4, 2, std=0.15)
     build_model(shape, layers=1, vocab_size=64).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
