@@ -46,8 +46,14 @@ def block(monkeypatch):
     return block
 
 
-@pytest.mark.parametrize("training, most", [(False, 40), (True, 60)])
-def test_few_calls_before_the_kernels(block, training, most):
+@pytest.mark.parametrize(
+    "training, packed, most",
+    [(False, False, 40), (True, False, 60), (False, True, 72), (True, True, 100)],
+    ids=("decoding", "training", "decoding in 4 bits", "training in 4 bits"),
+)
+def test_few_calls_before_the_kernels(block, training, packed, most):
+    if packed:
+        moe_patch.quantize_experts(block, group=32)
     x = torch.randn(1, 64 if training else 1, 64, dtype=torch.bfloat16)
     with torch.set_grad_enabled(training):
         block(x)  # what is looked up once

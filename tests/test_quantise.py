@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
+import weakref
 
 import pytest
 import torch
@@ -160,29 +160,23 @@ def test_no_experts_and_no_module():
 
 
 def test_memory_is_the_result_and_one_block(monkeypatch):
-    """While a block is quantised, those before it hold no weight any more."""
+    """When a block's turn comes, the weights of those before it are gone."""
     model = tiny_model("qwen3_moe", num_hidden_layers=6)
-    shapes = {tuple(experts(model, 0).gate_up_proj.shape), tuple(experts(model, 0).down_proj.shape)}
-    alive, original = [], quantise.quantise_module
+    weights = [
+        [weakref.ref(p) for p in (experts(model, i).gate_up_proj, experts(model, i).down_proj)]
+        for i in range(6)
+    ]
+    alive, original = [], quantise.quantize
 
-    def counting(*args):
-        original(*args)
-        gc.collect()
-        floats = (o for o in gc.get_objects() if isinstance(o, nn.Parameter))
-        alive.append(sum(tuple(o.shape) in shapes and o.dtype == torch.float32 for o in floats))
+    def counting(*args, **options):
+        alive.append([any(ref() is not None for ref in layer) for layer in weights])
+        return original(*args, **options)
 
-    monkeypatch.setattr(quantise, "quantise_module", counting)
-    others = (
-        sum(
-            isinstance(o, nn.Parameter) and tuple(o.shape) in shapes and o.dtype == torch.float32
-            for o in gc.get_objects()
-        )
-        - 12
-    )
+    monkeypatch.setattr(quantise, "quantize", counting)
     moe_patch.quantize_experts(model, group=32)
-    assert len(alive) == 6
-    # `counting` itself holds the two of the block whose turn it is
-    assert all(count - others <= 12 - 2 * done for done, count in enumerate(alive)), alive
+    expected = [[layer >= turn for layer in range(6)] for turn in range(6) for _ in range(2)]
+    assert alive == expected
+    assert not any(ref() for layer in weights for ref in layer)
 
 
 def experts(model, layer):

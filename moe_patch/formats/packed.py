@@ -261,7 +261,7 @@ def _check_shapes(name: str, packed: Packed, format: Format) -> None:
         )
     for which in ("scales", "zeros"):
         tensor = getattr(packed, which)
-        if tensor is not None and tensor.device != packed.device:
+        if tensor is not None and tensor.device != packed.codes.device:
             raise ValueError(
                 f"the codes of {name} are on {packed.device} and its {which} on {tensor.device}: "
                 "move them to one device."

@@ -29,20 +29,21 @@ def check(
     packed = isinstance(gate_up_proj, Packed) or isinstance(down_proj, Packed)
     if packed:
         _check_packed(gate_up_proj, down_proj)
-    if len(hidden_states.shape) != 2 or len(gate_up_proj.shape) != 3 or len(down_proj.shape) != 3:
+    up_shape, down_shape = gate_up_proj.shape, down_proj.shape
+    if len(hidden_states.shape) != 2 or len(up_shape) != 3 or len(down_shape) != 3:
         raise ValueError(
             "fused_experts takes hidden_states [T, H], gate_up_proj [E, 2I, H] and down_proj "
-            f"[E, H, I], found {tuple(hidden_states.shape)}, {tuple(gate_up_proj.shape)} and "
-            f"{tuple(down_proj.shape)}."
+            f"[E, H, I], found {tuple(hidden_states.shape)}, {tuple(up_shape)} and "
+            f"{tuple(down_shape)}."
         )
-    (tokens, hidden), (experts, inner, _) = hidden_states.shape, gate_up_proj.shape
-    fit = down_proj.shape == (experts, hidden, inner // projections)
-    if gate_up_proj.shape[2] != hidden or not fit:
+    (tokens, hidden), (experts, inner, _) = hidden_states.shape, up_shape
+    fit = down_shape == (experts, hidden, inner // projections)
+    if up_shape[2] != hidden or not fit:
         rows = "2I" if projections == 2 else "I"
         raise ValueError(
             f"hidden_states {tuple(hidden_states.shape)} needs gate_up_proj [E, {rows}, {hidden}] "
-            f"and down_proj [E, {hidden}, I], found {tuple(gate_up_proj.shape)} and "
-            f"{tuple(down_proj.shape)}: pass weights stored the other way as .transpose(1, 2)."
+            f"and down_proj [E, {hidden}, I], found {tuple(up_shape)} and "
+            f"{tuple(down_shape)}: pass weights stored the other way as .transpose(1, 2)."
         )
     if inner % projections:
         raise ValueError(f"gate_up_proj has {inner} rows an expert, an even number is needed.")
@@ -107,8 +108,9 @@ def _check_packed(gate_up_proj: Tensor | Packed, down_proj: Tensor | Packed) -> 
         if not isinstance(weight, Packed):
             continue
         check_packed(name, weight)
-        tensors = weight.codes, weight.scales, weight.zeros
-        if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        codes, scales, zeros = weight.codes, weight.scales, weight.zeros
+        whole = codes.is_contiguous() and scales.is_contiguous()
+        if not whole or not (zeros is None or zeros.is_contiguous()):
             raise ValueError(f"{name} has tensors with gaps: pass its .contiguous() ones.")
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from four_bits import quantised
 from ops import assert_close
 from plain import honest
 from torch import nn
@@ -272,6 +273,53 @@ def test_lora_on_such_experts(family, device, ran):
     for ours, theirs in zip(torch.autograd.grad(out.square().sum(), adapters), grads):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
     assert ran == ["by_parts" if family == "learned" else "fused_experts"]
+
+
+class Holder(nn.Module):
+    """What PEFT can put adapters into."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *arguments):
+        return self.experts(*arguments)
+
+
+@pytest.mark.filterwarnings("ignore:.*experts in 4 bits, dequantised")
+@pytest.mark.parametrize("adapted", (False, True), ids=("bare", "adapted"))
+@pytest.mark.parametrize("family", OWN)
+def test_in_4_bits(family, adapted, device, ran):
+    from peft import LoraConfig, get_peft_model
+
+    pair, arguments = quantised(Holder(build(family, device))), routed(device)
+    if adapted:
+        config = LoraConfig(
+            r=2, init_lora_weights=False, target_modules=[],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        )  # fmt: skip
+        models = []
+        for each in pair:
+            torch.manual_seed(1)
+            models.append(get_peft_model(each, config))
+        pair = tuple(models)
+
+    def run(model):
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        named = {n: p for n, p in named.items() if "bias" in n or "lora_" in n or "norm" in n}
+        out = model(*arguments)
+        leaves = [arguments[0], arguments[2], *named.values()]
+        return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+
+    expected = run(pair[1])
+    report = moe_patch.patch(pair[0])
+    assert report.fused and OWN[family][1] in str(report)
+    for _ in ("patched", "unpatched"):
+        for ours, theirs in zip(run(pair[0]), expected, strict=True):
+            atol = 2e-5 * float(theirs.abs().max())
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=atol)
+        assert ran == ["by_parts"]
+        moe_patch.unpatch(pair[0])
 
 
 def test_grouped_mm_is_the_yardstick(device):
