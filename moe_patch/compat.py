@@ -702,6 +702,12 @@ _ACTIVATE = _name(
     PEFT,
     _NO_CODES,
 )
+MERGEABLE = _name(
+    "peft.tuners.lora.model:LoraModel._check_merge_allowed",
+    "What PEFT asks before it merges anything: adapters on 4-bit weights are refused there.",
+    PEFT,
+    "adapters on experts in 4 bits are refused when others have been merged already",
+)
 
 
 def why_no_adapters() -> str | None:

@@ -78,6 +78,7 @@ def table() -> str:
         "in FP8 (transformers' FP8Experts) with blocks of 128 x 128 and dynamic activations: fused"
         "\n  static activations, other blocks, FP4: HF's"
     )
+    lines.append("in 4 bits (quantize_experts, ExpertsQuantConfig): fused in the families above")
     lines.append("the others run Hugging Face's own code:")
     lines += [f"  {o.family:24}{o.experts:34}{o.reason}" for o in found if not o.fused]
     lines += _section(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, both_families, tiny_model
 from transformers.utils import logging
 
+import moe_patch
 from moe_patch import checkpoint
 from moe_patch.__main__ import main
 from moe_patch.commands import running
@@ -120,6 +121,21 @@ def test_at_random_it_is_refused_or_every_number_is_the_checkpoint_s(saved, fold
             torch.equal(*(of[key].flatten().sort()[0] for of in (found, good))) for key in found
         )
     assert refused >= (5 if corrupt in (cut_json, flip_json) else 36)
+
+
+def test_experts_in_4_bits_load_and_are_judged(tmp_path, monkeypatch, capsys, device):
+    """By the kernels themselves, which read codes, as the folder has them."""
+    moe_patch.quantize_experts(model := tiny_model("qwen3_moe", num_hidden_layers=1), "mxfp4")
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(running, "device", lambda: str(device))
+    code = main(["parity", str(tmp_path), "--tokens", "8", "--forward-only"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert "FourBits" not in out and "parity passed: 8 of 8 rows hold" in out
+    weights = load_file(tmp_path / WHOLE)
+    del weights["model.layers.0.mlp.experts.down_proj_scales"]
+    save_file(weights, tmp_path / WHOLE, {"format": "pt"})
+    assert "the checkpoint has no model.layers.0.mlp.experts.down_proj_scales" in refusal(tmp_path)
 
 
 @both_families

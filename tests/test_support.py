@@ -86,7 +86,8 @@ def test_table_and_command(capsys):
     assert all(len(reason) < 180 for line in lines for reason in line.split("; "))
     adapters = [one for one in families() if one.fused and one.adapters_reason]
     sections = sum(1 + len(rows) for rows in (left, adapters) if rows)
-    assert len(lines) == len(families()) + 4 + sections
+    assert any(line.startswith("in 4 bits (quantize_experts") for line in lines)
+    assert len(lines) == len(families()) + 5 + sections
     assert any("Gemma4TextRouter: its code uses config" in line for line in lines)
     chooses = [one.family for one in left if "its block itself chooses" in one.router_reason]
     assert set(chooses) <= {"jamba"} and (chooses or hasattr(modeling_jamba, "JambaTopKRouter"))

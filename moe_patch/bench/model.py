@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from .. import parity
 from ..patcher import patch, unpatch
+from ..quantizer.config import METHOD
 from ..shapes import building
 from ..usage import UsageError
 from .kind import Flags, Run, Timed, add_files, add_layers, check_layers, need_peft
@@ -55,7 +56,7 @@ def read_config(file: Path, layers: int | None = None) -> PreTrainedConfig:
     """The config in that file, with its first `layers` layers only.
 
     Raises:
-        ValueError: there is no such config, or it has fewer layers.
+        ValueError: there is no such config, it has fewer layers, or its experts are in 4 bits.
     """
     if not file.is_file():
         raise ValueError(f"no model config at {str(file)!r}: a config.json of transformers is read")
@@ -66,6 +67,12 @@ def read_config(file: Path, layers: int | None = None) -> PreTrainedConfig:
         raise ValueError(
             f"{file} is no config of this transformers: {first_line(error)}"
         ) from error
+    found = getattr(config, "quantization_config", None) or {}
+    if isinstance(found, dict) and found.get("quant_method") == METHOD:
+        raise ValueError(
+            f"the experts of {file} are in 4 bits, and what reads this file measures 16 bits and "
+            "FP8: name the checkpoint that they were quantised from, or run bench quant"
+        )
     text = config.get_text_config()
     if layers is not None:
         if not 1 <= layers <= text.num_hidden_layers:

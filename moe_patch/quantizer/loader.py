@@ -20,8 +20,10 @@ from ..compat import CONVERSIONS, DISTRIBUTED, LOADED, MERGE, model_conversions
 from ..formats.packed import Packed, check_packed, empty_packed
 from ..patcher import SUPPORTED, find_blocks
 from ..recognise import routers
-from ..recognise.four_bits import FourBits, is_four_bits, quantise_module
+from ..recognise.four_bits import FourBits, dequantise_module, is_four_bits, quantise_module
+from ..recognise.lending import is_adapter
 from ..recognise.parts import stored_transposed, up_name
+from ..recognise.wrapped import is_dtensor
 from . import conversions
 from .config import METHOD, ExpertsQuantConfig
 
@@ -229,6 +231,31 @@ class ExpertsQuantizer(HfQuantizer):
             reversed_ones = model_conversions(model)
         setattr(model, CONVERSIONS, conversions.without(reversed_ones, self.stacks))
         return None, {}
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> Any:
+        """Has experts, and linear layers, in `dtype`: what `model.dequantize()` calls.
+
+        Raises:
+            ValueError: adapters on the experts, which stand on their 4-bit form, or codes that are
+                offloaded or spread over ranks. Nothing is changed.
+        """
+        if any(map(is_adapter, model.modules())):
+            raise ValueError(
+                f"PEFT has put adapters on experts of {type(model).__name__}: save them, call "
+                "dequantize() of the model without them, and load them then."
+            )
+        four_bits = [experts for _, experts in stacked_experts(model) if is_four_bits(experts)]
+        if any(t.is_meta or is_dtensor(t) for experts in four_bits for t in experts.stored()):
+            raise ValueError(
+                f"experts of {type(model).__name__} are offloaded or spread over ranks: dequantize "
+                "the model before that."
+            )
+        if isinstance(dtype, str):  # as a config may have it
+            dtype = getattr(torch, dtype)
+        for experts in four_bits:
+            dequantise_module(experts, dtype or experts.weight_dtype)
+        vars(model).pop(CONVERSIONS, None)
+        return model if self.linear is None else self.linear._dequantize(model, dtype=dtype)
 
     def is_serializable(self) -> bool:
         """Whether the model can be saved."""

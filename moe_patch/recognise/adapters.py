@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..compat import (
     DS_SHAPE,
     MEASURE,
+    MERGEABLE,
     check_forward_args,
     swapped,
     why_no_adapters,
@@ -97,17 +98,45 @@ class FourBitsParamWrapper(peft.ParamWrapper):
         Raises:
             ValueError: always.
         """
-        raise ValueError(
-            f"{self.parameter_name} is in 4 bits, and an adapter cannot be merged into that: load "
-            "the model in 16 bits, load the adapter there, and merge."
-        )
+        raise ValueError(why_not_merge(self.parameter_name))
 
 
 FourBitsParamWrapper.__name__ = "ParamWrapper"  # PEFT asks for the name
 
 
-def measure_four_bits() -> None:
+def why_not_merge(parameter: str) -> str:
+    """Why adapters on that parameter of experts in 4 bits are not merged, in one sentence."""
+    return (
+        f"{parameter} is in 4 bits, and an adapter cannot be merged into that: save the adapter, "
+        "load the model and call its dequantize() or load it in 16 bits, load the adapter there, "
+        "and merge."
+    )
+
+
+def know_four_bits() -> None:
     """Has PEFT's wrappers know parameters in 4 bits, from now on."""
+    _measure_four_bits()
+    _check_before_merging()
+
+
+def _check_before_merging() -> None:
+    """Has PEFT refuse to merge adapters on codes before it merges any other."""
+    check = MERGEABLE.find()
+    if check is None or hasattr(check, "moe_patch_original"):
+        return
+
+    @functools.wraps(check)
+    def checked(self: Any) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FourBitsParamWrapper):
+                raise ValueError(why_not_merge(module.parameter_name))
+        check(self)
+
+    vars(checked)["moe_patch_original"] = check
+    MERGEABLE.put(checked)
+
+
+def _measure_four_bits() -> None:
     measure = MEASURE.find()
     if why_no_adapters_on_codes() or hasattr(measure, "moe_patch_original"):
         return

@@ -29,6 +29,8 @@ from .parts import stored_transposed, up_name
 from .wrapped import set_class
 
 _PARAMETERS, _, _MODULES, _ = MODULE_STATE
+_PARTS = ("", "_scales", "_zeros")
+"""What the names of a projection's tensors end in: codes, scales, zero points."""
 WATCHERS: list[Callable[[], None]] = []
 """Called when a class of 4-bit experts is made."""
 
@@ -77,10 +79,15 @@ class FourBits(_Object):
         scales, zeros = getattr(self, f"{name}_scales"), getattr(self, f"{name}_zeros")
         return Packed(getattr(self, name), scales.detach(), zeros, self.weight_format)
 
+    def stored(self) -> list[Tensor]:
+        """Codes, scales and zero points of both projections: the parameters that stay frozen."""
+        names = (up_name(self), "down_proj")
+        found = [getattr(self, name + part) for name in names for part in _PARTS]
+        return [tensor for tensor in found if tensor is not None]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves codes, scales and zero points as bytes: no cast of the model is to reach them."""
-        names = (up_name(self), "down_proj")
-        kept = [getattr(self, name + what) for name in names for what in ("", "_scales", "_zeros")]
+        kept = self.stored()
 
         def moved(tensor: Tensor) -> Tensor:
             if not any(tensor is each for each in kept):
@@ -136,14 +143,63 @@ def quantise_module(experts: Any, up: Packed, down: Packed) -> None:
     first = up_name(experts)
     experts.weight_format, experts.weight_dtype = up.format, getattr(experts, first).dtype
     for name, packed in ((first, up), ("down_proj", down)):
-        parts = {"": packed.codes, "_scales": packed.scales, "_zeros": packed.zeros}
-        for suffix, tensor in parts.items():
+        for suffix, tensor in zip(_PARTS, (packed.codes, packed.scales, packed.zeros)):
             frozen = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
             experts.register_parameter(name + suffix, frozen)
     if not is_four_bits(experts):
         within: Any = type(experts)
         around: Any = class_of(within)
         set_class(experts, around)
+
+
+def dequantise_module(experts: Any, dtype: torch.dtype) -> None:
+    """Gives 4-bit experts plain weights of that dtype, in place: what the codes stand for."""
+    for name in (up_name(experts), "down_proj"):
+        with torch.no_grad():
+            weight = dequantize(experts.packed(name), dtype)
+        weight = weight.mT.contiguous() if stored_transposed(experts) else weight
+        for part in _PARTS[1:]:
+            delattr(experts, name + part)
+        experts.register_parameter(name, nn.Parameter(weight))
+    set_class(experts, type(experts).within)
+    del experts.weight_format, experts.weight_dtype
+
+
+def _pass_over_codes() -> None:
+    """Has `requires_grad_(True)` of a module leave the tensors of 4-bit experts in it frozen.
+
+    torch's own raises at the first codes, which are integers, and has changed the parameters before
+    them by then. It asks each parameter and no module, so that it cannot be answered elsewhere.
+    """
+    original = nn.Module.requires_grad_
+    if hasattr(original, "moe_patch_original"):
+        return
+
+    @functools.wraps(original)
+    def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+        four_bits = [m for m in self.modules() if isinstance(m, FourBits)] if requires_grad else []
+        if not four_bits:
+            return original(self, requires_grad)
+        frozen = {id(tensor) for experts in four_bits for tensor in experts.stored()}
+        others = [parameter for parameter in self.parameters() if id(parameter) not in frozen]
+        if not others:
+            raise RuntimeError(
+                f"the weights of {type(self).__name__} are in 4 bits and cannot be trained: put "
+                "adapters on them, or load the model in 16 bits."
+            )
+        for parameter in others:
+            parameter.requires_grad_(True)
+        warn_once(
+            "requires_grad_(True) leaves the weights of experts in 4 bits frozen: put adapters on "
+            "them to train them."
+        )
+        return self
+
+    vars(requires_grad_)["moe_patch_original"] = original
+    nn.Module.requires_grad_ = requires_grad_  # type: ignore[method-assign]
+
+
+WATCHERS.append(_pass_over_codes)
 
 
 # Hugging Face's own code, on dequantised weights

@@ -34,7 +34,7 @@ def _with_four_bits() -> None:
     except ImportError as error:
         warn_once(f"PEFT cannot be imported, so LoRA on experts in 4 bits is not there: {error}.")
     else:
-        adapters.measure_four_bits()
+        adapters.know_four_bits()
 
 
 WATCHERS.append(_with_four_bits)

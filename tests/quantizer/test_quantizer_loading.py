@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config
 
 import moe_patch
 from moe_patch import ExpertsQuantConfig
-from moe_patch.formats.packed import quantize
+from moe_patch.formats.packed import dequantize, quantize
 from moe_patch.quantizer import conversions, loader
 from moe_patch.quantizer.loader import stacked_experts
 from moe_patch.recognise.four_bits import is_four_bits
@@ -76,7 +76,7 @@ def quantised_as(model, weights, **options):
             assert torch.equal(bits(packed.scales), bits(expected.scales)), name
             assert (packed.zeros is None) == (expected.zeros is None)
             assert packed.zeros is None or torch.equal(packed.zeros, expected.zeros), name
-            assert not packed.codes.requires_grad and not packed.scales.requires_grad
+            assert not any(tensor.requires_grad for tensor in experts.stored())
 
 
 @pytest.fixture
@@ -252,6 +252,63 @@ def test_other_kinds_of_four_bits_are_not_mixed(plain):
     with pytest.raises(ValueError, match="some experts are in 4 bits of another kind"):
         moe_patch.quantize_experts(model, "nf4", group=32)
     assert not is_four_bits(model.model.layers[1].mlp.experts)
+
+
+@choices
+@pytest.mark.parametrize("start", ["loaded", "loaded again", "made"])
+def test_dequantised_it_is_a_model_in_16_bits(start, choice, plain, tmp_path):
+    """Weights, classes and config as if it had never been in 4 bits, and it saves as one."""
+    model, folder = plain
+    options = CHOICES[choice]
+    if start == "made":
+        moe_patch.quantize_experts(model, **options)
+    else:
+        model = load(folder, quantization_config=ExpertsQuantConfig(**options))
+    if start == "loaded again":
+        model.save_pretrained(tmp_path / "4 bits")
+        model = load(tmp_path / "4 bits")
+    model.patch()
+    expected = {
+        f"{name}.{which}": dequantize(packed)
+        for name, experts in stacked_experts(model)
+        for which, packed in packed_of(experts).items()
+    }
+    assert model.dequantize() is model and not model.is_quantized
+    assert not hasattr(model, "hf_quantizer") and not hasattr(model.config, "quantization_config")
+    for name, weight in expected.items():
+        parameter = model.get_parameter(name)
+        assert torch.equal(parameter, weight) and parameter.requires_grad
+    assert not any(map(is_four_bits, model.modules()))
+    assert model.state_dict().keys() == plain[0].state_dict().keys() | expected.keys()
+    assert len(model.patch().fused) == 2
+    model.save_pretrained(tmp_path / "16 bits")
+    same_bits(model, load(tmp_path / "16 bits"))
+    keys = load_file(tmp_path / "16 bits" / "model.safetensors").keys()
+    assert keys == load_file(folder / "model.safetensors").keys()
+
+
+def test_offloaded_experts_are_not_dequantised(plain):
+    model, _ = plain
+    moe_patch.quantize_experts(model, "mxfp4")
+    model.model.layers[1].to("meta")
+    with pytest.raises(ValueError, match="are offloaded or spread over ranks: dequantize the"):
+        model.dequantize()
+    assert all(is_four_bits(experts) for _, experts in stacked_experts(model))
+    assert model.is_quantized
+
+
+def test_prepared_for_kbit_training_it_is_the_same_and_frozen(plain, tmp_path):
+    """PEFT casts scales to float32, which loses nothing; adapters and saving go on from there."""
+    from peft import prepare_model_for_kbit_training
+
+    choice = CHOICES["nf4 bf16"]
+    model = load(plain[1], quantization_config=ExpertsQuantConfig(**choice))
+    expected = model(tokens()).logits
+    prepared = prepare_model_for_kbit_training(model)
+    assert not any(p.requires_grad for p in prepared.parameters())
+    assert torch.equal(prepared(tokens()).logits, expected)
+    prepared.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path)(tokens()).logits, expected)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from four_bits import experts_of, quantised, restore
 from tiny import assert_close, says_once, tiny_block, tiny_model, tokens
 
 import moe_patch
-from moe_patch import switch
+from moe_patch import notices, switch
 from moe_patch.recognise import four_bits
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32}
@@ -256,6 +256,57 @@ def test_compiled_blocks(family, device):
     assert_close(outs[0].view(-1), outs[1].view(-1))
     grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outs]
     assert_close(*grads)
+
+
+FROZEN = r"^requires_grad_\(True\) leaves the weights of experts in 4 bits frozen: put adapters"
+
+
+@pytest.fixture
+def warns_anew():
+    """What was said once is said again."""
+    notices._warn_uncompiled.cache_clear()
+    yield
+    notices._warn_uncompiled.cache_clear()
+
+
+@pytest.mark.usefixtures("warns_anew")
+@pytest.mark.parametrize("patched", (False, True), ids=("plain", "patched"))
+@pytest.mark.parametrize("whole", (True, False), ids=("model", "layer"))
+def test_requires_grad_passes_over_codes_and_scales(pair, patched, whole):
+    model, _ = pair
+    if patched:
+        moe_patch.patch(model)
+    model.requires_grad_(False)
+    part = model if whole else model.model.layers[-1]
+    with pytest.warns(match=FROZEN):
+        assert part.requires_grad_(True) is part
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    assert trained == {
+        id(p) for p in part.parameters() if not any(p is t for t in stored_in(model))
+    }
+    assert trained and not any(p.requires_grad for p in model.requires_grad_(False).parameters())
+
+
+def stored_in(model):
+    return [tensor for experts in experts_of(model).values() for tensor in experts.stored()]
+
+
+def test_requires_grad_of_experts_alone_is_refused(device):
+    experts = quantised(tiny_block("qwen3_moe").to(device))[0].experts
+    with pytest.raises(RuntimeError, match="^the weights of FourBits.* cannot be trained: put ada"):
+        experts.requires_grad_(True)
+    assert not experts.requires_grad_(False).down_proj.requires_grad
+    assert torch.nn.Linear(2, 2).requires_grad_(True).weight.requires_grad
+
+
+@pytest.mark.usefixtures("warns_anew")
+def test_biases_of_experts_are_trained(device):
+    model, _ = quantised(build("gpt_oss", device, **SIZES))
+    experts = next(iter(experts_of(model).values()))
+    with pytest.warns(match=FROZEN):
+        experts.requires_grad_(False).requires_grad_(True)
+    trained = {name for name, p in experts.named_parameters() if p.requires_grad}
+    assert trained == {"gate_up_proj_bias", "down_proj_bias"}
 
 
 def test_a_parametrization_on_codes_is_refused(device):

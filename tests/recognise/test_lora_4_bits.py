@@ -110,13 +110,37 @@ def test_several_adapters(family, device):
     assert torch.equal(step(copied)[0], step(model)[0])
 
 
-def test_merging_is_refused(family, device):
-    model = adapted(quantised(make(family, device))[0], family)
-    with pytest.raises(ValueError, match="in 4 bits, and an adapter cannot be merged"):
-        model.merge_and_unload()
-    assert step(model)[1]
+@pytest.mark.parametrize("how", ("merge_and_unload", "merge_adapter"))
+def test_merging_is_refused_before_anything_is_merged(family, how, device):
+    """Attention's adapters, which come before the experts', stay adapters."""
+    model = quantised(make(family, device))[0]
+    linear = next(n for n, m in model.named_modules() if n.endswith(("q_proj", "lm_head")))
+    model = adapted(model, family, target_modules=[linear])
+    before = {name: (p, p.clone()) for name, p in model.named_parameters()}
+    assert any(f"{linear}.lora_A" in name for name in before)
+    with pytest.raises(ValueError, match="in 4 bits, and an adapter cannot be merged into that"):
+        getattr(model, how)()
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[n] is p and torch.equal(p, value) for n, (p, value) in before.items())
     without = model.unload()
     assert not [n for n, _ in without.named_parameters() if "lora" in n]
+
+
+def test_merged_after_dequantising(family, device, tmp_path):
+    """As the refusal says: the adapter is merged into the weights that it was trained beside."""
+    model = quantised(make(family, device))[0]
+    bare = copy.deepcopy(model)
+    model = adapted(model, family)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="PEFT has put adapters on experts of"):
+        model.get_base_model().dequantize()
+    ids = tokens()[:1, :6] % 16
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        merged = PeftModel.from_pretrained(bare.dequantize(), tmp_path).merge_and_unload()
+        assert len(moe_patch.patch(merged).fused)
+        assert_close(merged(input_ids=ids).logits, expected)
 
 
 def test_experts_with_adapters_are_not_quantised(family, device):

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import tiny_model
 from transformers import CONFIG_MAPPING
 
+import moe_patch
 from moe_patch import shapes
 from moe_patch.kernels import table, tiles
 from moe_patch.tune import blocks, plan
@@ -71,6 +73,14 @@ def test_an_fp8_checkpoint_is_known_by_its_config(tmp_path, method, block_size, 
     content["quantization_config"] = {"quant_method": method, "weight_block_size": block_size}
     file.write_text(json.dumps(content))
     assert blocks.find(str(tmp_path)).fp8 is fp8
+
+
+def test_a_checkpoint_in_4_bits_is_refused(tmp_path):
+    """The tiles of 4-bit weights are not measured, and those of 16 bits would change nothing."""
+    moe_patch.quantize_experts(model := tiny_model("qwen3_moe"), "mxfp4")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="are in 4 bits, and .*: name the checkpoint that they"):
+        blocks.find(str(tmp_path))
 
 
 @pytest.mark.parametrize(
