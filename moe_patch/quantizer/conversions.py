@@ -16,19 +16,13 @@ from transformers import Concatenate, ConversionOps, MergeModulelist, WeightConv
 
 from ..formats.checkpoints import concat, drop_zeros
 from ..formats.packed import Packed, dequantize, quantize
+from ..recognise.four_bits import as_parameters
 from .config import ExpertsQuantConfig
 from .layouts import Layout
 
-SCALES, ZEROS = "_scales", "_zeros"
-"""What the names of the tensors beside codes end in."""
-
-
 def named(name: str, packed: Packed) -> dict[str, nn.Parameter]:
     """Return the parameters that store a stack: codes under its own name, scales, zero points."""
-    stored = {name: packed.codes, name + SCALES: packed.scales}
-    if packed.zeros is not None:
-        stored[name + ZEROS] = packed.zeros
-    return {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.items()}
+    return {name + part: p for part, p in as_parameters(packed).items() if p is not None}
 
 
 class Step(ConversionOps):

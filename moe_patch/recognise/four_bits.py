@@ -3,7 +3,8 @@
 Their module keeps plain tensors under the names of the weights, as Hugging Face's FP8Experts does:
 `gate_up_proj` (or `up_proj`) and `down_proj` are codes, uint8 [E, N, K / 2], even where the class
 stores its weights [E, K, N]; `*_scales` and `*_zeros` stand beside them. All are frozen parameters,
-so that state_dict, safetensors, DDP and accelerate take them as any other.
+so that state_dict, safetensors, DDP and accelerate take them as any other. Scales of e8m0 are kept
+as bytes: no collective of torch sends that dtype.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ class FourBits(_Object):
 
     def packed(self, name: str) -> Packed:
         """The weights [E, N, K] of the projection of that name, of the same memory."""
-        scales, zeros = getattr(self, f"{name}_scales"), getattr(self, f"{name}_zeros")
-        return Packed(getattr(self, name), scales.detach(), zeros, self.weight_format)
+        scales, zeros = getattr(self, f"{name}_scales").detach(), getattr(self, f"{name}_zeros")
+        scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+        return Packed(getattr(self, name), scales, zeros, self.weight_format)
 
     def stored(self) -> list[Tensor]:
         """Codes, scales and zero points of both projections: the parameters that stay frozen."""
@@ -132,6 +134,17 @@ def is_four_bits(experts: Any) -> bool:
     return isinstance(experts, FourBits)
 
 
+def as_parameters(packed: Packed) -> dict[str, nn.Parameter | None]:
+    """What a module keeps of a stack: {what the name ends in: frozen parameter}."""
+    scales = packed.scales
+    scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+    tensors = zip(_PARTS, (packed.codes, scales, packed.zeros))
+    return {
+        part: None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        for part, tensor in tensors
+    }
+
+
 def quantise_module(experts: Any, up: Packed, down: Packed) -> None:
     """Turns experts into their 4-bit form, in place.
 
@@ -143,8 +156,7 @@ def quantise_module(experts: Any, up: Packed, down: Packed) -> None:
     first = up_name(experts)
     experts.weight_format, experts.weight_dtype = up.format, getattr(experts, first).dtype
     for name, packed in ((first, up), ("down_proj", down)):
-        for suffix, tensor in zip(_PARTS, (packed.codes, packed.scales, packed.zeros)):
-            frozen = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        for suffix, frozen in as_parameters(packed).items():
             experts.register_parameter(name + suffix, frozen)
     if not is_four_bits(experts):
         within: Any = type(experts)
@@ -183,8 +195,9 @@ def _pass_over_codes() -> None:
         frozen = {id(tensor) for experts in four_bits for tensor in experts.stored()}
         others = [parameter for parameter in self.parameters() if id(parameter) not in frozen]
         if not others:
+            name = getattr(self, "within", type(self)).__name__
             raise RuntimeError(
-                f"the weights of {type(self).__name__} are in 4 bits and cannot be trained: put "
+                f"the weights of {name} are in 4 bits and cannot be trained: put "
                 "adapters on them, or load the model in 16 bits."
             )
         for parameter in others:

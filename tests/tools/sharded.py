@@ -53,6 +53,7 @@ from several_ranks import (
 )
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -270,9 +271,15 @@ def zero3(when: str) -> None:
         assert_near(step(model, draws=HALF_DRAWS), truth, theirs)
 
 
-def with_zero3(folder: str, dtype: torch.dtype, patched: str | None) -> nn.Module:
+def zero3_engine(model: nn.Module, settings: dict = ZERO3) -> nn.Module:
     import deepspeed
 
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0)
+    return deepspeed.initialize(model=model, config=settings, optimizer=optimizer)[0]
+
+
+def with_zero3(folder: str, dtype: torch.dtype, patched: str | None) -> nn.Module:
     settings = ZERO3 | {"bf16": {"enabled": dtype != torch.float32}}
     if patched == "loaded":
         alive = HfDeepSpeedConfig(settings)  # from_pretrained looks for it
@@ -282,12 +289,60 @@ def with_zero3(folder: str, dtype: torch.dtype, patched: str | None) -> nn.Modul
         model = load(folder, dtype)
     if patched == "before":
         moe_patch.patch(model)
-    engine, *_ = deepspeed.initialize(
-        model=model, config=settings, optimizer=torch.optim.SGD(model.parameters(), lr=0.0)
-    )
+    engine = zero3_engine(model, settings)
     if patched in ("after", "loaded"):
         moe_patch.patch(model)
     return engine
+
+
+# Experts in 4 bits
+
+FOUR_BITS = {"moe_intermediate_size": 32}
+"""The widths that a group of 32 divides."""
+
+
+def in_4_bits(folder: str) -> nn.Module:
+    """With scales of a dtype (e8m0) that collectives do not send."""
+    model = load(folder)
+    assert len(moe_patch.quantize_experts(model, "mxfp4").quantized) == LAYERS
+    return model
+
+
+@check("fsdp", "zero3")
+def four_bits_sharded(name: str) -> None:
+    """Quantised, then sharded: as the same model whole on one rank, and codes stay frozen."""
+    builds = ON_GPU or shutil.which("g++")  # on CPUs DeepSpeed compiles its collectives
+    if name == "zero3" and (importlib.util.find_spec("deepspeed") is None or not builds):
+        return
+    folder = saved("qwen3_moe", **FOUR_BITS)
+    model, truth = in_4_bits(folder), step(in_4_bits(folder))
+    if name == "fsdp":
+        fully_sharded(model, parts=True)
+    else:
+        model = zero3_engine(model)
+    moe_patch.patch(model)
+    with counted() as calls:
+        ours = step(model)
+    assert calls.count("experts") == LAYERS
+    assert_near(ours, truth)
+    frozen = [p for n, p in model.named_parameters() if "experts." in n]
+    assert len(frozen) == 4 * LAYERS and not any(p.requires_grad for p in frozen)
+
+
+@check()
+def four_bits_under_ddp() -> None:
+    """It sends all parameters to the other ranks, frozen ones too."""
+
+    def step(model: nn.Module) -> dict:
+        loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
+        loss.backward()
+        grads = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+        return {name: whole(tensor) for name, tensor in (grads | {"loss": loss}).items()}
+
+    folder = saved("qwen3_moe", **FOUR_BITS)
+    model, truth = in_4_bits(folder), step(in_4_bits(folder))
+    moe_patch.patch(model)
+    assert_near(step(DistributedDataParallel(model)), truth)
 
 
 # What is refused
@@ -343,6 +398,23 @@ def experts_that_do_not_divide() -> None:
     """transformers' own sentence, which has both numbers."""
     folder = saved("qwen3_moe", num_experts=7, num_local_experts=7)
     refused(ValueError, "7 experts", f"{WORLD} ", call=lambda: load(folder, **engine("ep")))
+
+
+@check()
+def experts_in_4_bits_under_a_plan() -> None:
+    """Neither are shards quantised, nor quantised experts sharded."""
+    folder, kept = saved("qwen3_moe", **FOUR_BITS), Path(os.environ["SHARED"]) / "in 4 bits"
+    if distributed.get_rank() == 0:
+        in_4_bits(folder).save_pretrained(kept)
+    distributed.barrier()
+    for name in ("tp", "ep"):
+        report = moe_patch.quantize_experts(load(folder, **engine(name)), "mxfp4")
+        assert len(report.skipped) == LAYERS and "spread over ranks" in str(report), str(report)
+        words = "4-bit experts cannot be sharded", "without tp_plan and distributed_config"
+        refused(ValueError, *words, call=lambda name=name: load(str(kept), **engine(name)))
+        config = moe_patch.ExpertsQuantConfig("mxfp4")
+        more = {**engine(name), "quantization_config": config}
+        refused(ValueError, *words, call=lambda more=more: load(folder, **more))
 
 
 @check()
