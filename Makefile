@@ -2,6 +2,7 @@
 PYTHON       ?= python3
 JOBS         ?= 2
 ARGS         ?=
+TAG          ?=
 VENV_FLAGS   ?=
 TESTED       := $(shell sed -n 's/^transformers==//p' constraints.txt)
 TRANSFORMERS ?= $(TESTED)
@@ -18,6 +19,8 @@ CONSTRAIN    := -e 's/^transformers==.*/transformers==$(TRANSFORMERS)/' $(if $(P
                 -e 's/^torch>=.*/torch$(if $(TORCH),==$(TORCH),>=2.11)/' \
                 -e 's/^triton==.*/triton$(if $(TRITON),==$(TRITON),>=3.6)/' \
                 $(if $(filter-out 3.6.% 3.7.% 3.8.%,$(TRITON)),-e '/^numpy==/d'))
+# what builds and checks a release
+RELEASE      := build==1.6.1 setuptools==84.2.1 twine==7.0.0
 # where mypy finds models/ as it is installed, inside the package
 TYPED        := build/typed
 
@@ -25,7 +28,7 @@ TYPED        := build/typed
 NEXT         ?= 3.9.0
 SAMPLE       := tests/kernels tests/formats tests/ops/test_any_shape.py tests/ops/test_routing.py
 
-.PHONY: help parity test test-next bench lint format venv clean
+.PHONY: help parity test test-next bench lint format venv dist hub release-check clean
 
 help:
 	@echo 'make parity   prove on small Qwen3-MoE and Llama4 models that patched equals unpatched'
@@ -34,6 +37,8 @@ help:
 	@echo 'make bench    speed against Hugging Face'\''s own implementations (needs a GPU)'
 	@echo 'make lint     ruff, check and format, and mypy;   make format   apply ruff'
 	@echo 'make venv     only make $(VENV) and install into it; the others do so when they need to'
+	@echo 'make dist     the sdist and the wheel of HEAD, checked;   make hub   the kernel for the hub'
+	@echo 'make release-check TAG=v1.2.3   what is missing before that release (docs/releasing.md)'
 	@echo 'make clean    remove every .venv*, build output and cache'
 	@echo
 	@echo 'Options, as in  make test ARGS="-k sort_tokens -x" JOBS=8'
@@ -70,15 +75,34 @@ format: $(VENV)/installed
 
 venv: $(VENV)/installed
 
+dist: .venv-release/installed
+	PYTHON=$(abspath .venv-release/bin/python) .ci/dist
+
+hub:
+	$(PYTHON) .ci/hub/build.py
+
+release-check:
+	.ci/release-check "$(TAG)"
+
 # Debian's python3 has venv but not ensurepip; there, PYTHON's own pip brings the first one.
+define make_venv
+	$(PYTHON) -m venv $(VENV_FLAGS) $(1) || { \
+	  $(PYTHON) -m venv $(VENV_FLAGS) --without-pip $(1) && \
+	  $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
+endef
+
 $(VENV)/installed: setup.py pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("moe_patch needs Python 3.10 or later, found %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
-	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV) || { \
-	  $(PYTHON) -m venv $(VENV_FLAGS) --without-pip $(VENV) && \
-	  $(PYTHON) -m pip --python $(RUN) install --quiet pip; }
+	$(call make_venv,$(VENV))
 	$(RUN) -m pip install --quiet --upgrade pip
 	sed $(CONSTRAIN) constraints.txt > $(VENV)/constraints.txt
 	$(RUN) -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	@touch $@
+
+# of its own: torch has its say about setuptools, on which the bytes of a wheel depend
+.venv-release/installed: Makefile
+	$(call make_venv,.venv-release)
+	.venv-release/bin/python -m pip install --quiet $(RELEASE)
 	@touch $@
 
 # without what they depend on: the torch there may ask for another Triton, and runs with this one

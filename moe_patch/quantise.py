@@ -74,9 +74,9 @@ def quantize_experts(
     """Quantises the weights of every supported MoE block to 4 bits, in place and block by block.
 
     The experts become frozen; all else stays as it is, biases among it. Routers, gates and shared
-    experts keep their weights. Patch the model before or after, and add adapters after. Memory never
-    holds more than the result and one block's weights. `model.dequantize()` of transformers makes
-    them plain weights again, with what was lost.
+    experts keep their weights. Patch the model before or after, and add adapters after. Memory
+    never holds more than the result and one block's weights. transformers' `model.dequantize()`
+    makes them plain weights again: what the codes stand for.
 
     Args:
         model: a model of transformers, a module that holds one, a bare block or experts module.

@@ -211,7 +211,9 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-PATH = re.compile(r"(?<![\w./-])(?:moe_patch|models|tests|examples|docs|\.ci)/[\w./<>*-]*\w")
+PATH = re.compile(
+    r"(?<![\w./-])(?:moe_patch|models|tests|examples|docs|\.ci|\.github)/[\w./<>*-]*\w"
+)
 FILE = re.compile(r"(?<=`)[\w./]+\.(?:py|json|csv|txt|c)(?=`)")
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {"moe_patch", "models", "tests", "examples", "docs", ".ci"}
+FOLDERS = {"moe_patch", "models", "tests", "examples", "docs", ".ci", ".github"}
 
 # From the ground up. A module imports what stands on a lower floor, or before it on its own; so
 # there are no circles. A folder's name alone is its __init__.py.

@@ -20,6 +20,7 @@ from ..recognise.four_bits import as_parameters
 from .config import ExpertsQuantConfig
 from .layouts import Layout
 
+
 def named(name: str, packed: Packed) -> dict[str, nn.Parameter]:
     """Return the parameters that store a stack: codes under its own name, scales, zero points."""
     return {name + part: p for part, p in as_parameters(packed).items() if p is not None}
