@@ -20,6 +20,7 @@ os.environ.pop("MOE_PATCH", None)  # a forgotten MOE_PATCH=0 would compare HF wi
 GPUS = 0 if os.environ.get("TRITON_INTERPRET") == "1" else torch.cuda.device_count()
 
 # what imports Triton comes after the line that it reads
+import distributions
 import plain
 from transformers.integrations import finegrained_fp8 as hf_fp8
 
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device() -> torch.device:
     """Where the kernels run: the GPU, or the CPU through Triton's interpreter."""
     return torch.device("cuda" if GPUS else "cpu")
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> distributions.Distributions:
+    """The sdist and the wheel."""
+    return distributions.build(tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture(autouse=True)

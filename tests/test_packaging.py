@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -49,20 +48,9 @@ def pip(*arguments: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: a build leaves its output in the source folder."""
-    pytest.importorskip("pip")
-    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    ignore = shutil.ignore_patterns("__pycache__")
-    for folder in ("moe_patch", "models", "tests", "examples"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
-    for path in ROOT.iterdir():
-        if path.is_file() and not path.name.startswith("."):
-            shutil.copy(path, copy)
-    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", out, copy)
-    (built,) = out.glob("*.whl")
-    return built
+@pytest.fixture
+def wheel(built) -> Path:
+    return built.wheel
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
@@ -79,6 +67,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
 
 
 def test_wheel_imports_from_another_folder(wheel, tmp_path):
+    pytest.importorskip("pip")
     site = tmp_path / "site"
     pip("install", "--no-deps", "--no-index", "--target", site, wheel)
     assert not (site / "models").exists()
