@@ -1,13 +1,13 @@
 """Lay out what computes as a kernel of Hugging Face's `kernels` hub: python .ci/hub/build.py
 
-    dist/hub/build.toml, README.md, LICENSE
+    dist/hub/build.toml, flake.nix, README.md, LICENSE
     dist/hub/torch-ext/moe_patch/    the sources, where kernel-builder looks for them
     dist/hub/build/torch-cuda/       as `kernels` loads them: a folder a backend, with metadata.json
     dist/hub/build/torch-universal/  the same for versions of `kernels` without backends
 
 A kernel is a package without a name of its own: `kernels` imports each version under the id in its
-metadata. So its ops have that id as their namespace, and two versions run in one process.
-Needs Python 3.11 (tomllib) and nothing else.
+metadata. So its ops have that id as their namespace, which stands in _ops.py, and two versions run
+in one process. Needs Python 3.11 (tomllib) and nothing else.
 """
 
 from __future__ import annotations
@@ -28,8 +28,23 @@ PARTS = (
     "reference.py", "version.py", "versions.py", "formats", "kernels", "ops",
 )  # fmt: skip
 """Of moe_patch/, `ops` and what stands beneath it (tests/test_layout.py): no transformers."""
-OPS = 'f"moe_patch::'
-"""Where kernels/__init__.py names its ops."""
+OP = """name = f"moe_patch::{function.__name__.lstrip('_')}\""""
+"""How kernels/__init__.py names an op, and how a kernel does."""
+OP_OF_KERNEL = """from .._ops import add_op_namespace_prefix
+
+        name = add_op_namespace_prefix(function.__name__.lstrip("_"))"""
+OPS = '''"""The namespace of this kernel's ops, which no other version has."""
+
+import torch
+
+ops = torch.ops.{ident}
+
+
+def add_op_namespace_prefix(op_name):
+    """Return the op's whole name."""
+    return f"{ident}::{{op_name}}"
+'''
+"""_ops.py, which kernel-builder makes where it builds."""
 ARCHS = {
     "cuda": {"type": "cuda", "archs": ["8.0+PTX"]},  # compiled when they run: 8.0 and later
     "rocm": {"type": "rocm", "archs": ["gfx942", "gfx950"]},
@@ -54,15 +69,19 @@ def write(output: Path) -> None:
     config = tomllib.loads((HERE / "build.toml").read_text(encoding="utf-8"))["general"]
     module, files = config["name"].replace("-", "_"), sources()
     output.mkdir(parents=True)
-    shutil.copy(HERE / "build.toml", output)
+    for name in ("build.toml", "flake.nix"):
+        shutil.copy(HERE / name, output)
     shutil.copy(HERE / "CARD.md", output / "README.md")
     shutil.copy(ROOT / "LICENSE", output)
     put(output / "torch-ext" / module, files)
     for backend in (*config["backends"], "universal"):
         ident = f"_{module}_{backend}_{digest(files)[:10]}"
         variant = output / "build" / f"torch-{backend}"
-        built = renamed(files, ident)
-        built[f"{module}/__init__.py"] = (HERE / "same_module.py").read_bytes()
+        built = {
+            **files,
+            "_ops.py": OPS.format(ident=ident).encode(),
+            f"{module}/__init__.py": (HERE / "same_module.py").read_bytes(),
+        }
         put(variant, built)
         metadata = {
             "id": ident,
@@ -81,7 +100,11 @@ def write(output: Path) -> None:
 
 
 def sources() -> dict[str, bytes]:
-    """Return {path inside the kernel: content}."""
+    """Return {path inside the kernel: content}.
+
+    Raises:
+        ValueError: ops are named in another way than OP says.
+    """
     package = ROOT / "moe_patch"
     found = {"__init__.py": HERE / "kernel.py"}
     for part in PARTS:
@@ -89,20 +112,13 @@ def sources() -> dict[str, bytes]:
         for path in paths:
             if path.suffix in (".py", ".json"):
                 found[path.relative_to(package).as_posix()] = path
-    return {name: path.read_bytes() for name, path in sorted(found.items())}
-
-
-def renamed(files: dict[str, bytes], ident: str) -> dict[str, bytes]:
-    """Return the files with ops in a namespace of that name.
-
-    Raises:
-        ValueError: the ops are not named where OPS says.
-    """
-    old, new = OPS.encode(), f'f"{ident}::'.encode()
-    where = [name for name, content in files.items() if old in content]
-    if where != ["kernels/__init__.py"] or files[where[0]].count(old) != 1:
-        raise ValueError(f"{OPS} is to be in kernels/__init__.py once, found in {where}: mend OPS")
-    return files | {where[0]: files[where[0]].replace(old, new)}
+    files = {name: path.read_bytes() for name, path in sorted(found.items())}
+    home, old = "kernels/__init__.py", OP.encode()
+    if files[home].count(old) != 1 or any(
+        b"moe_patch::" in files[n] for n in files.keys() - {home}
+    ):
+        raise ValueError(f"ops are to be named in {home} alone, by {OP}: mend OP")
+    return files | {home: files[home].replace(old, OP_OF_KERNEL.encode())}
 
 
 def put(folder: Path, files: dict[str, bytes]) -> None:

@@ -36,6 +36,7 @@ def is_the_same(kept, reference):
             weight = plain.pop(f"{name}.{which}")
             weight = weight.mT if stored_transposed(experts) else weight
             assert torch.equal(dequantize(packed), weight), f"{name}.{which}"
+        assert not any(tensor.requires_grad for tensor in experts.stored())
     state = kept.state_dict()
     for name, tensor in plain.items():
         assert torch.equal(state[name], tensor), name

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from families import build
-from four_bits import quantised
+from four_bits import experts_of, quantised
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import assert_close, tiny_model, tokens
 
@@ -125,6 +125,17 @@ def test_merging_is_refused_before_anything_is_merged(family, how, device):
     assert all(after[n] is p and torch.equal(p, value) for n, (p, value) in before.items())
     without = model.unload()
     assert not [n for n, _ in without.named_parameters() if "lora" in n]
+
+
+def test_adapters_on_attention_alone_are_merged(family, device):
+    model = quantised(make(family, device))[0]
+    linear = next(n for n, m in model.named_modules() if n.endswith(("q_proj", "lm_head")))
+    model = adapted(model, family, target_modules=[linear], target_parameters=None)
+    expected = step(model)[0]
+    merged = model.merge_and_unload()
+    assert not [n for n, _ in merged.named_parameters() if "lora" in n] and experts_of(merged)
+    with torch.no_grad():
+        assert_close(merged(input_ids=tokens()[:1, :6] % 16).logits, expected)
 
 
 def test_merged_after_dequantising(family, device, tmp_path):
