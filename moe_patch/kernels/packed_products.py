@@ -43,8 +43,13 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def supported(weight: Packed, order: ExpertOrder, dtype: torch.dtype) -> bool:
-    """Whether rows of `dtype` in this order are multiplied here."""
+    """Whether rows of `dtype` in this order are multiplied here.
+
+    A single step is left to the other kernels: without its loop Triton does not compile a product.
+    """
     if dtype != torch.bfloat16 or weight.turned or not _runs_on(weight.device):
+        return False
+    if weight.shape[2] <= STEP:
         return False
     whole = weight.codes.is_contiguous() and weight.scales.is_contiguous()
     aligned = not weight.codes.data_ptr() % 16 and not weight.shape[2] % 32

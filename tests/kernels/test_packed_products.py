@@ -94,7 +94,7 @@ def test_gemm(hopper, elsewhere, how, rows):
     format, options = HOWS[how]
     order, tokens, top_k, of_row, used = random_rows(draw, hopper, rows)
     experts, slots = order.expert_offsets.numel() - 1, tokens * top_k
-    k = 128 * draw.randint(1, 7) if draw.random() < 0.5 else options.get("group", 128) * 3
+    k = 128 * draw.randint(2, 7) if draw.random() < 0.5 else options.get("group", 128) * 5
     n = draw.choice((128 * draw.randint(1, 4), draw.randint(1, 300)))
     weight = quantize(torch.randn(experts, n, k, device=hopper).bfloat16(), format, **options)
     bias = torch.randn(experts, n, device=hopper).bfloat16() if draw.random() < 0.5 else None
@@ -124,7 +124,7 @@ def test_gate_up(hopper, elsewhere, how, rows):
     format, options = HOWS[how]
     order, tokens, top_k, of_row, used = random_rows(draw, hopper, rows)
     experts = order.expert_offsets.numel() - 1
-    k = 128 * draw.randint(1, 5) if draw.random() < 0.5 else options.get("group", 128) * 5
+    k = 128 * draw.randint(2, 5) if draw.random() < 0.5 else options.get("group", 128) * 5
     inner = draw.choice((128 * draw.randint(1, 3), draw.randint(1, 200)))
     dense = torch.randn(experts, 2 * inner, k, device=hopper).bfloat16() * 0.1
     weight = quantize(dense, format, **options)
@@ -162,16 +162,16 @@ def test_every_code_and_scale_of_mxfp4(hopper, elsewhere):
     """All 16 codes at the scales 2 ** -127 to 2 ** 31, exactly; what is larger is never a number
     that looks right."""
     scales = torch.arange(160, dtype=torch.uint8, device=hopper)  # the last is 2 ** 32
-    codes = torch.arange(16, dtype=torch.uint8, device=hopper).repeat(160, 4)  # [160, 64]
-    packed = (codes[:, ::2] | codes[:, 1::2] << 4)[None].contiguous()  # [1, 160, 32]
+    codes = torch.arange(16, dtype=torch.uint8, device=hopper).repeat(160, 12)  # [160, 192]
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4)[None].contiguous()  # [1, 160, 96]
     weight = Packed(
-        packed, scales[None, :, None].repeat(1, 1, 2).view(torch.float8_e8m0fnu), None, "mxfp4"
+        packed, scales[None, :, None].repeat(1, 1, 6).view(torch.float8_e8m0fnu), None, "mxfp4"
     )
-    x = torch.eye(64, device=hopper).bfloat16()  # a row of the product for each column
-    order, _ = sort(torch.zeros(64, 1, dtype=torch.long, device=hopper), 1, torch.bfloat16)
+    x = torch.eye(192, device=hopper).bfloat16()  # a row of the product for each column
+    order, _ = sort(torch.zeros(192, 1, dtype=torch.long, device=hopper), 1, torch.bfloat16)
 
     def product():
-        out = torch.empty(64, 160, device=hopper, dtype=torch.bfloat16)
+        out = torch.empty(192, 160, device=hopper, dtype=torch.bfloat16)
         return grouped_gemm.grouped_gemm(x, weight, order, out=out)
 
     assert packed_products.supported(weight, order, x.dtype)
