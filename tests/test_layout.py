@@ -110,7 +110,7 @@ ARROWS = {
     },
     "bench": {
         "compat", "environment", "formats", "kernels", "ops", "order", "output", "parity",
-        "patcher", "recognise", "reference", "shapes", "usage",
+        "patcher", "quantise", "recognise", "reference", "shapes", "usage",
     },
     "tune": {"activation", "bench", "kernels", "kernels.*", "order", "recognise", "shapes"},
     "commands": {
