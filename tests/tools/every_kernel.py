@@ -4,7 +4,8 @@ export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # so that memcheck sees the edge of ev
 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/tools/every_kernel.py
 compute-sanitizer --tool racecheck --error-exitcode 1 python tests/tools/every_kernel.py
 
-Compiling takes longest: with the argument 3/8 it runs the third of eight parts, side by side.
+Compiling takes longest: with the argument 3/8 it runs the third of eight parts, side by side, and
+with 1/1 four_bits the functions with such a name.
 """
 
 from __future__ import annotations
@@ -208,9 +209,9 @@ def cases() -> Iterator[Callable[[], None]]:
         yield partial(few_tokens, size)
 
 
-def main(part: str = "1/1") -> None:
+def main(part: str = "1/1", only: str = "") -> None:
     number, parts = map(int, part.split("/"))
-    mine = list(cases())[number - 1 :: parts]
+    mine = [case for case in cases() if only in case.func.__name__][number - 1 :: parts]
     for case in mine:
         torch.manual_seed(0)
         case()
