@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.liger import apply_liger_kernel
 
 from .. import parity
 from ..formats.packed import FORMATS
@@ -275,6 +276,8 @@ class Model(Timed):
         flag("--experts", choices=FORMATS, metavar="FORMAT", help=text)
         text = "with --experts: linear layers in 4 bits too, by bitsandbytes"
         flag("--linear", action="store_true", help=text)
+        text = "Liger's loss fused with the head, as in Trainer's use_liger_kernel"
+        flag("--liger-loss", action="store_true", help=text)
         add_files(flag)
 
     def chosen(self, options: argparse.Namespace) -> bool:
@@ -284,6 +287,8 @@ class Model(Timed):
         check_layers(options.layers)
         if options.linear and not (options.experts and find_spec("bitsandbytes")):
             raise ValueError("--linear needs --experts, and bitsandbytes: pip install bitsandbytes")
+        if options.liger_loss and not find_spec("liger_kernel"):
+            raise ValueError("--liger-loss needs Liger: pip install --no-deps liger-kernel")
         read_config(options.config, options.layers)
         if set(options.tasks or ()) & set(TRAINING):
             need_peft()
@@ -293,11 +298,15 @@ class Model(Timed):
         config = read_config(options.config, options.layers)
         if options.experts:
             name += f", experts in {options.experts}" + ", linear layers in nf4" * options.linear
+        name += ", Liger's loss" * options.liger_loss
         try:
             with run.busy(f"{name}: building"):
                 model = build(config)
                 if options.experts:
                     quantise(model, options.experts, options.linear)
+                if options.liger_loss:
+                    others = dict.fromkeys(("rope", "rms_norm", "swiglu"), False)
+                    apply_liger_kernel(model, {"fused_linear_cross_entropy": True} | others)
             with run.busy(f"{name}: parity"):
                 report = parity.check_parity(model, blocks=1, backward=False)
         except torch.OutOfMemoryError as error:

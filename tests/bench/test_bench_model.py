@@ -169,6 +169,12 @@ def test_linear_layers_in_4_bits_need_experts_in_4_bits(file, capsys):
     assert "--linear needs --experts, and bitsandbytes" in capsys.readouterr().err
 
 
+def test_ligers_loss_needs_liger(file, capsys, monkeypatch):
+    monkeypatch.setattr(bench_model, "find_spec", lambda name: None)
+    assert main(["bench", "model", str(file), "--liger-loss"]) == 2
+    assert "--liger-loss needs Liger" in capsys.readouterr().err
+
+
 def test_too_little_memory_is_a_note_and_so_is_a_failure_of_hugging_faces(
     use, file, monkeypatch, no_gpu
 ):
