@@ -31,9 +31,10 @@ FLOORS = tuple(
         """kernels kernels.chips kernels.boxes kernels.launch kernels.interpreter kernels.table
         kernels.activate kernels.tiles kernels.widen kernels.packed kernels.weights kernels.topk
         kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize
-        kernels.dequantize
         kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.stores
         kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dw kernels.hopper.fp8
+        kernels.hopper.codes kernels.hopper.packed kernels.in_steps kernels.packed_products
+        kernels.dequantize
         kernels.gate_up kernels.dgate kernels.decode kernels.grouped_gemm kernels.dw
         kernels.fp8_gemm
         kernels.ways""",
@@ -109,7 +110,7 @@ ARROWS = {
     },
     "bench": {
         "compat", "environment", "formats", "kernels", "ops", "order", "output", "parity",
-        "patcher", "quantizer", "recognise", "reference", "shapes", "usage",
+        "patcher", "quantise", "quantizer", "recognise", "reference", "shapes", "usage",
     },
     "tune": {"activation", "bench", "kernels", "kernels.*", "order", "recognise", "shapes"},
     "commands": {

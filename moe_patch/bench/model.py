@@ -7,29 +7,33 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.liger import apply_liger_kernel
 
 from .. import parity
+from ..formats.packed import FORMATS
 from ..patcher import patch, unpatch
+from ..quantise import quantize_experts
 from ..quantizer.config import METHOD
 from ..shapes import building
 from ..usage import UsageError
 from .kind import Flags, Run, Timed, add_files, add_layers, check_layers, need_peft
 from .timing import first_line, free, seconds, short_of
 
-TASKS = ("prefill", "decode", "static", "lora", "lora-reentrant")
+TASKS = ("prefill", "decode", "static", "lora-attention", "lora", "lora-reentrant")
 """One forward of a prompt; generation; generation with a static cache, which HF compiles; a step
-of training LoRA on attention and experts, with gradient checkpointing of either kind, which leaves
-adapters."""
+of training LoRA on attention, or on attention and experts, with gradient checkpointing of either
+kind, which leaves adapters."""
 DEFAULT, TRAINING = TASKS[:3], TASKS[3:]
 PREFILL = ((1, 1024), (1, 8192), (4, 4096))
-LORA = ((4, 1024),)
+LORA = ((4, 1024), (1, 2048))
 RANK = 16
 BATCHES = (1, 16)
 PROMPT, NEW = 128, 64
@@ -92,11 +96,38 @@ def build(config: PreTrainedConfig, device: torch.device | str = "cuda") -> PreT
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
+def quantise(model: PreTrainedModel, format: str, linear: bool) -> None:
+    """Puts the experts in 4 bits with bfloat16 scales, and with `linear` all linear layers but the
+    head in bitsandbytes' nf4.
+
+    Raises:
+        ValueError: a block's experts cannot be quantised.
+    """
+    scale_dtype = None if format == "mxfp4" else torch.bfloat16
+    report = quantize_experts(model, format, scale_dtype=scale_dtype, progress=False)
+    if report.skipped:
+        raise ValueError(f"--experts {format}: {' '.join(report.skipped[0])}")
+    if linear:
+        import bitsandbytes as bnb
+
+        found = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+        for name, module in found.items():
+            if module is not model.get_output_embeddings():
+                sizes = module.in_features, module.out_features, module.bias is not None
+                kept = bnb.nn.Linear4bit(*sizes, torch.bfloat16, quant_type="nf4", device="meta")
+                weight = bnb.nn.Params4bit(module.weight.data, False, quant_type="nf4")
+                kept.weight, kept.bias = weight.to(model.device), module.bias
+                model.set_submodule(name, kept)
+        model.is_loaded_in_4bit = True  # PEFT looks there
+    free()
+
+
 def rows(tasks: Sequence[str] = DEFAULT) -> list[tuple[str, int, int]]:
     """(task, batch, tokens of the prompt) of everything to measure."""
     sizes = {"prefill": PREFILL} | dict.fromkeys(TRAINING, LORA)
     decode = [(batch, PROMPT) for batch in BATCHES]
-    last = sorted(tasks, key=lambda task: task in TRAINING)  # their adapters stay in the model
+    order = ["", *TRAINING]  # adapters stay in the model
+    last = sorted(tasks, key=lambda task: order.index(task if task in TRAINING else ""))
     return [(task, *size) for task in last for size in sizes.get(task, decode)]
 
 
@@ -172,24 +203,28 @@ def _prefill(model: PreTrainedModel, ids: Tensor) -> None:
 
 
 def _adapted(model: PreTrainedModel, task: str) -> Optimizer:
-    """Of LoRA on attention and on the experts' stacked weights, everything else frozen."""
+    """Of LoRA on attention and, but for "lora-attention", on the experts' stacked weights;
+    everything else frozen. Adapters that the model has stay."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    if not any(parameter.requires_grad for parameter in _adapters(model)):
+    there = [name for name, parameter in model.named_parameters() if "lora_" in name]
+    experts = {
+        ".".join(name.split(".")[-3:])
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and name.endswith(("gate_up_proj", "down_proj"))
+    }
+    if not there:
         model.requires_grad_(False)
-        experts = {
-            ".".join(name.split(".")[-3:])
-            for name, parameter in model.named_parameters()
-            if parameter.dim() == 3 and name.endswith(("gate_up_proj", "down_proj"))
-        }
-        config = LoraConfig(
-            r=RANK,
-            lora_alpha=2 * RANK,
-            init_lora_weights=False,
-            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-            target_parameters=sorted(experts),
+    todo = {}
+    if not there:
+        todo["target_modules"] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if task != "lora-attention" and not any("experts" in name for name in there):
+        todo["target_parameters"] = sorted(experts)
+    if todo:
+        config = {"target_modules": []} | todo
+        inject_adapter_in_model(
+            LoraConfig(r=RANK, lora_alpha=2 * RANK, init_lora_weights=False, **config), model
         )
-        inject_adapter_in_model(config, model)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": task.endswith("reentrant")})
     model.enable_input_require_grads()
@@ -219,7 +254,7 @@ def rate_tables(rates: Sequence[Rate]) -> Iterable[Table]:
         group = list(group)
         with_memory = any(r.peak_gb is not None for r in group)
         header += ["HF peak GB", "patched peak GB"] * with_memory
-        title = "{}, {} layers, random bfloat16 weights".format(*key)
+        title = "{}, {} layers, random weights".format(*key)
         table = Table(*header, title=title, title_justify="left")
         for r in group:
             cells = [r.task, f"{r.batch}", f"{r.prompt}", f"{r.hf_tokens_s:.4g}"]
@@ -244,6 +279,12 @@ class Model(Timed):
         add_layers(flag, "all")
         text = f"of {', '.join(TASKS)}; default: {' '.join(DEFAULT)}"
         flag("--tasks", nargs="+", choices=TASKS, metavar="NAME", help=text)
+        text = f"in 4 bits, {', '.join(FORMATS)}; HF's way writes them out in each forward"
+        flag("--experts", choices=FORMATS, metavar="FORMAT", help=text)
+        text = "with --experts: linear layers in 4 bits too, by bitsandbytes"
+        flag("--linear", action="store_true", help=text)
+        text = "Liger's loss fused with the head, as in Trainer's use_liger_kernel"
+        flag("--liger-loss", action="store_true", help=text)
         add_files(flag)
 
     def chosen(self, options: argparse.Namespace) -> bool:
@@ -251,6 +292,10 @@ class Model(Timed):
 
     def refuse(self, options: argparse.Namespace) -> None:
         check_layers(options.layers)
+        if options.linear and not (options.experts and find_spec("bitsandbytes")):
+            raise ValueError("--linear needs --experts, and bitsandbytes: pip install bitsandbytes")
+        if options.liger_loss and not find_spec("liger_kernel"):
+            raise ValueError("--liger-loss needs Liger: pip install --no-deps liger-kernel")
         read_config(options.config, options.layers)
         if set(options.tasks or ()) & set(TRAINING):
             need_peft()
@@ -258,9 +303,17 @@ class Model(Timed):
     def measure(self, run: Run) -> parity.ParityReport | None:
         options, name = run.options, run.options.config.stem
         config = read_config(options.config, options.layers)
+        if options.experts:
+            name += f", experts in {options.experts}" + ", linear layers in nf4" * options.linear
+        name += ", Liger's loss" * options.liger_loss
         try:
             with run.busy(f"{name}: building"):
                 model = build(config)
+                if options.experts:
+                    quantise(model, options.experts, options.linear)
+                if options.liger_loss:
+                    others = dict.fromkeys(("rope", "rms_norm", "swiglu"), False)
+                    apply_liger_kernel(model, {"fused_linear_cross_entropy": True} | others)
             with run.busy(f"{name}: parity"):
                 report = parity.check_parity(model, blocks=1, backward=False)
         except torch.OutOfMemoryError as error:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..formats.packed import Packed
 from ..order import ExpertOrder
+from . import packed_products
 from .groups import group_tiles
 from .launch import cdiv, launches
 from .packed import load_packed
@@ -26,6 +27,8 @@ from .widen import readable, widen, widen_scale
 
 ROWS = 512
 """An expert's, from which on it pays."""
+ROWS_OF_REGISTERS = 768
+"""The same where codes are widened in registers (packed_products.py)."""
 BYTES = 1 << 28
 """Of the widened weights that there are at a time; one expert at least."""
 
@@ -110,12 +113,28 @@ def few_at_a_time(
     bits with many rows a few in `dtype`, in memory that the next ones overwrite; else everything
     as it is. FP8 weights with an update, and those of a forward, are left as they are."""
     everything = Part(weight, scale, bias, low_rank, order)
-    if order.row_to_slot.numel() < ROWS * weight.shape[0]:
-        return (everything,)
-    fp8 = scale is not None and weight.is_contiguous() and low_rank is None
-    if isinstance(weight, Packed) or (fp8 and backward):
+    if widens(weight, scale, order, dtype, low_rank, backward=backward):
         return _widened(everything, dtype)
     return (everything,)
+
+
+def widens(
+    weight: Tensor | Packed,
+    scale: Tensor | None,
+    order: ExpertOrder,
+    dtype: torch.dtype,
+    low_rank: LowRank | None,
+    *,
+    backward: bool,
+) -> bool:
+    """Whether `few_at_a_time` does so with such weights and rows."""
+    rows = order.row_to_slot.numel() / len(weight)
+    if rows < ROWS:
+        return False
+    if isinstance(weight, Packed):
+        in_registers = low_rank is None and packed_products.supported(weight, order, dtype)
+        return not in_registers or rows >= ROWS_OF_REGISTERS
+    return scale is not None and weight.is_contiguous() and low_rank is None and backward
 
 
 def _widened(everything: Part, dtype: torch.dtype) -> Iterator[Part]:

@@ -13,9 +13,10 @@ from torch import Tensor
 from ..activation import parse
 from ..formats.packed import Packed
 from ..order import ExpertOrder
-from . import chips
+from . import chips, packed_products
 from .activate import gate_of, glu
 from .boxes import gluon_box
+from .in_steps import width
 from .launch import Launch, cdiv
 from .tiles import (
     NO_UPDATE,
@@ -204,6 +205,7 @@ def gate_up(
     bias: Tensor | None = None,
     low_rank: LowRank | None = None,
     into: tuple[Tensor, Tensor] | None = None,
+    act_in_steps: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(act [S, I], pre [S, 2I] or empty) of x [T, H] and weight [E, 2I, H], rows in expert order.
     I instead of 2I where the activation is ungated. `bias` [E, 2I] is contiguous; `scale`
@@ -212,18 +214,26 @@ def gate_up(
     `slot_weight` [T, K] multiplies the input rows when `weight_on_input` (Llama4); `pre` is the
     projection without it. Rows of dropped slots are not written. With `low_rank` the weight is
     weight[e] + B[e] A[e]. `into` is what an earlier call for other rows returned: these are
-    written there.
+    written there. `act_in_steps`: packed_products compute this product and the next, and act
+    [S, width(I)] is in their order.
     """
-    slots, (experts, width, hidden) = order.row_to_slot.numel(), weight.shape
+    slots, (experts, rows, hidden) = order.row_to_slot.numel(), weight.shape
     form = parse(activation).form
-    inner = width if form == "ungated" else width // 2
+    inner = rows if form == "ungated" else rows // 2
     act, pre = into or (
-        x.new_empty(slots, inner),
-        x.new_empty((slots, width) if save_pre else (0,)),
+        x.new_empty(slots, width(inner) if act_in_steps else inner),
+        x.new_empty((slots, rows) if save_pre else (0,)),
     )
     if slots == 0:
         return act, pre
     dtype, device = x.dtype, x.device
+    if isinstance(weight, Packed) and low_rank is None and form != "ungated":
+        if packed_products.supported(weight, order, dtype):
+            packed_products.gate_up(
+                x, weight, order, slot_weight, act, pre, bias,
+                weight_on_input=weight_on_input, activation=activation, act_in_steps=act_in_steps,
+            )  # fmt: skip
+            return act, pre
     name = "gemm" if form == "ungated" else "gate_up"
     tile = choose(
         name + suffix(weight, scale),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats.packed import Packed
 from ..order import ExpertOrder
-from . import chips
+from . import chips, packed_products
 from .boxes import box, gluon_box
 from .launch import Launch, cdiv
 from .tiles import (
@@ -132,6 +132,7 @@ def grouped_gemm(
     scale: Tensor | None = None,
     bias: Tensor | None = None,
     low_rank: LowRank | None = None,
+    in_steps: bool = False,
 ) -> Tensor:
     """Writes x @ weight[e]^T + bias[e] into `out` [S, N] for weight [E, N, K] and returns it.
     `bias` [E, N] is contiguous; `scale` [E, ceil(N / 128), ceil(K / 128)] is of FP8 weights.
@@ -139,10 +140,15 @@ def grouped_gemm(
     gather = 0: x [S, K] is in expert order; gather = d: row r is x[row_to_slot[r] // d] (d = top_k
     reads tokens, d = 1 slots). scatter: rows go to slot order instead of expert order. Rows of
     dropped slots are not written. With `low_rank` the weight is weight[e] + B[e] A[e].
+    `in_steps`: x is an act that gate_up wrote so.
     """
     if order.row_to_slot.numel() == 0:
         return out
     (experts, n, k), dtype = weight.shape, x.dtype
+    if isinstance(weight, Packed) and not (gather or scatter or low_rank):
+        if packed_products.supported(weight, order, dtype):
+            packed_products.gemm(x, weight, order, out, bias, in_steps)
+            return out
     rows = order.row_to_slot.numel() // experts
     name = "gemm" + suffix(weight, scale)
     tile = choose(name, order.block_m, rows, n, k, dtype, x.device, low_rank is not None)

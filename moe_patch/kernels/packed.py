@@ -37,7 +37,7 @@ def operand(weight: Packed, bn: int, bk: int, halves: int) -> tuple[Any, Tensor 
         block = (1, bn, bk // 2) if halves == 1 else (1, 2, bn, bk // 2)
     if bn:
         data, tma = box(data, block, halves=halves)
-    table = None if weight.format in COMPUTED else _table(weight.format, weight.device)
+    table = values(weight)
     nvidia = chips.chip(weight.device).arch.startswith("sm_") and not INTERPRET
     ptx, k_major = nvidia and table is not None, not weight.turned
     return data, table, Layout(*strides, *scales, tma, k_major, weight.format, weight.group, ptx)
@@ -45,6 +45,11 @@ def operand(weight: Packed, bn: int, bk: int, halves: int) -> tuple[Any, Tensor 
 
 def _turned(strides: tuple[int, int, int]) -> tuple[int, int, int]:
     return strides[0], strides[2], strides[1]
+
+
+def values(weight: Packed) -> Tensor | None:
+    """float32 [16]: what codes stand for, or None where kernels compute that."""
+    return None if weight.format in COMPUTED else _table(weight.format, weight.device)
 
 
 @functools.lru_cache

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import kernels
+from ..activation import parse
+from ..formats.packed import Packed
 from ..kernels import on_device
 from ..order import ExpertOrder
 from ..paths import ran
@@ -85,6 +88,7 @@ def _sorted(
     first = None if gate_up.a is None else update(x, order, gate_up.a, gate_up.b)
     second = None if down.a is None else update(x, order, down.a, down.b)
 
+    in_steps = _by_registers(gate_up, down, order, x.dtype, activation)
     made = None
     for part in kernels.dequantize.few_at_a_time(
         gate_up.weight, gate_up.scale, order, x.dtype, first, gate_up.bias, backward=False
@@ -93,20 +97,35 @@ def _sorted(
             x, part.weight, part.order, weights,
             weight_on_input=routing.on_input, save_pre=keep, activation=activation,
             scale=part.scale, bias=part.bias, low_rank=part.low_rank, into=made,
+            act_in_steps=in_steps,
         )  # fmt: skip
-    act, pre = made  # [S, I], [S, 2I]
+    act, pre = made  # [S, I] or, in steps, [S, width(I)]; [S, 2I]
     rows = x.new_empty(len(act), x.shape[1])  # [S, H]
     for part in kernels.dequantize.few_at_a_time(
         down.weight, down.scale, order, x.dtype, second, down.bias, backward=False
     ):
         kernels.grouped_gemm.grouped_gemm(
             act, part.weight, part.order, out=rows,
-            scale=part.scale, bias=part.bias, low_rank=part.low_rank,
+            scale=part.scale, bias=part.bias, low_rank=part.low_rank, in_steps=in_steps,
         )  # fmt: skip
     on_output = None if routing.on_input else weights
     out = kernels.combine.combine(rows, order.slot_to_row, weights.shape[1], on_output)  # [T, H]
     first_side, second_side = first.side if first else None, second.side if second else None
     return Forward(out, pre, buffer, first_side, second_side)
+
+
+def _by_registers(
+    gate_up: Projection, down: Projection, order: ExpertOrder, dtype: torch.dtype, activation: str
+) -> bool:
+    """Whether `packed_products` compute both, with act in the order in which they read it."""
+    if gate_up.a is not None or down.a is not None or parse(activation).form == "ungated":
+        return False
+    return all(
+        isinstance(each.weight, Packed)
+        and kernels.packed_products.supported(each.weight, order, dtype)
+        and not kernels.dequantize.widens(each.weight, None, order, dtype, None, backward=False)
+        for each in (gate_up, down)
+    )
 
 
 def _multiplies_fp8(

@@ -16,7 +16,7 @@ from moe_patch.bench.model import PROMPT, Rate, build, rate, read_config, rows
 from moe_patch.commands import running
 from moe_patch.models.decorated import ExpertsConfig
 from moe_patch.parity import ParityReport, Row, Section
-from moe_patch.shapes import build_model
+from moe_patch.shapes import Shape, build_model
 
 REAL = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "qwen3_30b_a3b.json"
 
@@ -124,7 +124,9 @@ def test_both_ways_are_measured_and_the_model_comes_back_unpatched(
 
 def test_training_steps_of_lora_come_last(use, file, no_gpu, monkeypatch):
     """Both ways train the same adapters, which stay; the experts' own weights stay frozen."""
-    assert rows(["lora", "prefill"])[-1] == ("lora", 4, 1024)
+    ordered = rows(["lora", "lora-attention", "prefill"])
+    assert ordered[3:5] == [("lora-attention", 4, 1024), ("lora-attention", 1, 2048)]
+    assert ordered[5:] == [("lora", 4, 1024), ("lora", 1, 2048)]
     model = build(read_config(file, 1), "cpu")
     steps, trained, train = [], {}, bench_model._train
 
@@ -144,6 +146,33 @@ def test_training_steps_of_lora_come_last(use, file, no_gpu, monkeypatch):
             if name in trained:
                 assert not torch.equal(trained[name], weight), name
     assert steps == [False] * 8 + [True] * 8
+
+
+def test_experts_in_4_bits_train_adapters_on_attention_then_on_themselves(use, no_gpu):
+    model = build(build_model(Shape("qwen3_moe", 64, 64, 4, 2), layers=1).config, "cpu")
+    bench_model.quantise(model, "nf4", linear=False)
+    for task, adapters in (("lora-attention", 8), ("lora", 12)):
+        found = rate(model, "tiny", task, 1, 8)
+        assert found.task == task and found.peak_gb == 3.0
+        assert sum(p.requires_grad for p in model.parameters()) == adapters
+    assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_experts_that_cannot_be_in_4_bits(file):
+    model = build(read_config(file, 1), "cpu")
+    with pytest.raises(ValueError, match="--experts nf4: model.layers.0.mlp .* 48"):
+        bench_model.quantise(model, "nf4", linear=False)
+
+
+def test_linear_layers_in_4_bits_need_experts_in_4_bits(file, capsys):
+    assert main(["bench", "model", str(file), "--linear"]) == 2
+    assert "--linear needs --experts, and bitsandbytes" in capsys.readouterr().err
+
+
+def test_ligers_loss_needs_liger(file, capsys, monkeypatch):
+    monkeypatch.setattr(bench_model, "find_spec", lambda name: None)
+    assert main(["bench", "model", str(file), "--liger-loss"]) == 2
+    assert "--liger-loss needs Liger" in capsys.readouterr().err
 
 
 def test_too_little_memory_is_a_note_and_so_is_a_failure_of_hugging_faces(
@@ -207,7 +236,7 @@ def test_command_prints_rates_and_notes(command, tmp_path):
     code, out, _ = command("--layers", 2, "--csv", tmp_path / "t.csv", "--json", tmp_path / "j")
     assert code == 0
     assert out.startswith("moe_patch bench on a card, cuda\n")
-    assert "tiny, 2 layers, random bfloat16 weights" in out
+    assert "tiny, 2 layers, random weights" in out
     assert out.count("1.50 x as fast") == 5 and out.count("note: tiny: static skipped") == 2
     assert (tmp_path / "t.csv").read_text().splitlines()[1] == (
         "tiny,2,prefill,1,1024,100.0,150.0,1.5,,"

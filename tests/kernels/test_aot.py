@@ -18,6 +18,7 @@ KERNELS = ROUTING | DECODE | GROUPED | {"combine_kernel", "sum_partials_kernel"}
 HOPPER = {f"{name}_hopper_kernel" for name in ("fp8", "gate_up", "gemm", "dw")}
 HOPPER |= {"quantize_kernel"}
 PACKED = GROUPED - {"dw_kernel"} | {"unpack_kernel"}
+IN_REGISTERS = {"gate_up_packed_kernel", "gemm_packed_kernel", "in_steps_kernel"}
 FP8 = {"fp8_gemm_kernel", "quantize_kernel", "dequantize_kernel"}
 BASIC = "qwen3_30b decode"
 LINE = re.compile(r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), shared (\d+),")
@@ -33,8 +34,8 @@ LINE = re.compile(r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), sh
         ("sm_120", "lora fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
-            f"{BASIC} llama4_scout one_token gpt_oss nemotron_h fp8_short",
-            KERNELS | HOPPER | {"row_sums_kernel"},
+            f"{BASIC} llama4_scout one_token gpt_oss nemotron_h fp8_short nf4_short mxfp4",
+            KERNELS | HOPPER | IN_REGISTERS | {"row_sums_kernel"},
         ),
     ],
     ids=lambda part: part if isinstance(part, str) else "",

@@ -127,6 +127,7 @@ def test_gates_biases_and_updates(device, how, dtype, form, rank):
 def test_experts_with_many_rows_are_widened_a_few_at_a_time(device, monkeypatch, dtype, rank):
     """Biases and updates are those of the experts at hand."""
     monkeypatch.setattr(kernels.dequantize, "ROWS", 4)  # 512
+    monkeypatch.setattr(kernels.dequantize, "ROWS_OF_REGISTERS", 4)
     monkeypatch.setattr(kernels.dequantize, "BYTES", 2 * 2 * 256 * 128)
     widened = []
     real = kernels.dequantize.dequantize

@@ -6,17 +6,22 @@ Much faster than Triton's interpreter, right in bfloat16, and easy to break on p
 from __future__ import annotations
 
 from moe_patch import reference
+from moe_patch.formats.packed import Packed
 
 
 def honest(x, gate_up, down, index, weights, *, weight_on="output", activation="silu", **more):
     """float32 inside, one rounding at the end: what a fused kernel does."""
-    tensors = (x.float(), gate_up.float(), down.float(), index, weights.float())
+    tensors = (x.float(), _wide(gate_up), _wide(down), index, weights.float())
     for name, value in more.items():
         if value is not None:
             pair = isinstance(value, tuple)
             more[name] = tuple(z.float() for z in value) if pair else value.float()
     options = {"weight_on": weight_on, "activation": activation}
     return reference.fused_experts(*tensors, **options, **more).to(x.dtype)
+
+
+def _wide(weight):
+    return weight if isinstance(weight, Packed) else weight.float()
 
 
 def choose(logits, top_k, **how):

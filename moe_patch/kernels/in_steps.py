@@ -1,0 +1,44 @@
+"""Columns in the order in which kernels in hopper/ sum over weights in 4 bits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import cdiv, launches
+
+STEP = 128
+_STEP: tl.constexpr = tl.constexpr(STEP)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def in_steps_kernel(
+    x, out, rows, STRIDE_X: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr
+):
+    """x [rows, K], out [rows, WIDTH]: `hopper/codes.py` says which column goes where."""
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    column = tl.program_id(1) * _STEP + tl.arange(0, _STEP)
+    at = x + row.to(tl.int64)[:, None] * STRIDE_X + column[None, :]
+    value = tl.load(at, mask=(row[:, None] < rows) & (column[None, :] < K), other=0.0)
+    value = value.reshape(BM, 4, 2, 2, 2, 4).permute(0, 3, 2, 5, 1, 4)  # q s r h p -> r s p q h
+    to = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(to, value.reshape(BM, _STEP), mask=row[:, None] < rows)
+
+
+_launches = launches(in_steps_kernel)
+
+
+def width(k: int) -> int:
+    """Columns that K columns take there."""
+    return cdiv(k, STEP) * STEP
+
+
+def in_steps(x: Tensor) -> Tensor:
+    """x [R, K] as [R, 128 * ceil(K / 128)], zero past K."""
+    rows, k = x.shape
+    out = torch.empty(rows, width(k), dtype=x.dtype, device=x.device)
+    start = _launches(STRIDE_X=x.stride(0), K=k, WIDTH=width(k), BM=16, num_warps=4)
+    start((cdiv(rows, 16), width(k) // STEP), x, out, rows)
+    return out

@@ -1,0 +1,138 @@
+"""Starts the products of `hopper/packed.py`: weights in 4 bits, bfloat16 rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation import parse
+from ..compat import has_gluon
+from ..formats.packed import Packed
+from ..order import ExpertOrder
+from . import chips, packed
+from .activate import gate_of
+from .in_steps import STEP, in_steps
+from .launch import Launch, cdiv
+from .tiles import INTERPRET
+from .widen import readable
+
+
+class Shape(NamedTuple):
+    """Of a program: its warps, the stages of its rings, and how many of those are on their way."""
+
+    warps: int
+    stages: int
+    ahead: int
+
+    @property
+    def rows(self) -> int:
+        """Of the weight, in one of a tile's two blocks."""
+        return 16 * self.warps
+
+
+SHAPES = {16: Shape(4, 4, 3), 32: Shape(4, 3, 2), 64: Shape(4, 3, 2), 128: Shape(8, 4, 2)}
+"""By the rows of x in a tile; docs/kernels.md has the sweep."""
+
+
+@functools.lru_cache
+def _runs_on(device: torch.device) -> bool:
+    return not INTERPRET and chips.chip(device).wgmma and has_gluon()
+
+
+def supported(weight: Packed, order: ExpertOrder, dtype: torch.dtype) -> bool:
+    """Whether rows of `dtype` in this order are multiplied here.
+
+    A single step is left to the other kernels: without its loop Triton does not compile a product.
+    """
+    if dtype != torch.bfloat16 or weight.turned or not _runs_on(weight.device):
+        return False
+    if weight.shape[2] <= STEP:
+        return False
+    whole = weight.codes.is_contiguous() and weight.scales.is_contiguous()
+    aligned = not weight.codes.data_ptr() % 16 and not weight.shape[2] % 32
+    return whole and aligned and order.block_m in SHAPES
+
+
+@functools.lru_cache(1024)
+def _gemm(warps: int, **sizes: object) -> Launch:
+    from .hopper.packed import Plan, gemm_packed_kernel
+
+    return Launch(gemm_packed_kernel, PLAN=Plan(**sizes), num_warps=warps)
+
+
+@functools.lru_cache(1024)
+def _gate_up(warps: int, activation: str, **sizes: object) -> Launch:
+    from .hopper.packed import Plan, gate_up_packed_kernel
+
+    gate = gate_of(activation)
+    return Launch(gate_up_packed_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=warps)
+
+
+def _sizes(weight: Packed, order: ExpertOrder, shape: Shape, columns: int) -> dict[str, object]:
+    """What both kernels' plans share; `columns` of both blocks are covered by tiles."""
+    _, n, k = weight.shape
+    return {
+        "warps": shape.warps, "rows": shape.rows, "stages": shape.stages, "ahead": shape.ahead,
+        "n": n, "k": k, "steps": cdiv(k, STEP), "bm": order.block_m, "group_m": 8,
+        "format": weight.format, "group": weight.group, "zeros": weight.zeros is not None,
+        "weight_e": n * k // 2, "scale_e": n * k // weight.group,
+        "whole": k % STEP == 0 and n == columns and n % (2 * shape.rows) == 0,
+    }  # fmt: skip
+
+
+def _operand(weight: Packed) -> tuple[Tensor | None, ...]:
+    """(codes, scales, zeros, table), as the kernels take them."""
+    return weight.codes, readable(weight.scales), weight.zeros, packed.values(weight)
+
+
+def gemm(
+    x: Tensor,
+    weight: Packed,
+    order: ExpertOrder,
+    out: Tensor,
+    bias: Tensor | None,
+    ordered: bool,
+) -> None:
+    """grouped_gemm of rows in expert order, x [S, K], into out [S, N]. `ordered`: x is `in_steps`
+    already."""
+    shape, n = SHAPES[order.block_m], weight.shape[1]
+    sizes = _sizes(weight, order, shape, n)
+    start = _gemm(
+        **sizes, form="", top_k=0, weight_on_input=False, save_pre=False, act_in_steps=False
+    )
+    start(
+        (order.tile_expert.numel() * cdiv(n, 2 * shape.rows),),
+        x if ordered else in_steps(x), *_operand(weight), bias, out,
+        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
+    )  # fmt: skip
+
+
+def gate_up(
+    x: Tensor,
+    weight: Packed,
+    order: ExpertOrder,
+    slot_weight: Tensor,
+    act: Tensor,
+    pre: Tensor,
+    bias: Tensor | None,
+    *,
+    weight_on_input: bool,
+    activation: str,
+    act_in_steps: bool,
+) -> None:
+    """gate_up of x [T, K] into act [S, I], or, `in_steps`, [S, width(I)], and, unless it is empty,
+    pre [S, 2I]."""
+    shape, columns = SHAPES[order.block_m], act.shape[1]
+    start = _gate_up(
+        activation=activation, **_sizes(weight, order, shape, 2 * columns),
+        form=parse(activation).form, top_k=order.row_to_slot.numel() // len(x),
+        weight_on_input=weight_on_input, save_pre=pre.numel() > 0, act_in_steps=act_in_steps,
+    )  # fmt: skip
+    start(
+        (order.tile_expert.numel() * cdiv(columns, shape.rows),),
+        in_steps(x), *_operand(weight), bias, slot_weight, act, pre,
+        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
+    )  # fmt: skip

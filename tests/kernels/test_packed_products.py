@@ -1,0 +1,183 @@
+"""Products with weights in 4 bits on Hopper, and the order in which they sum over a step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from moe_patch.formats.packed import Packed, dequantize, quantize
+from moe_patch.kernels import chips, gate_up, grouped_gemm, packed_products
+from moe_patch.kernels.in_steps import in_steps, width
+from moe_patch.ops.grouped import sort
+
+HOWS = (
+    ("nf4", {}),
+    ("nf4", {"group": 128, "scale_dtype": torch.bfloat16}),
+    ("mxfp4", {}),
+    ("int4", {}),
+    ("int4", {"group": 32, "zeros": True}),
+    ("int4", {"group": 64, "scale_dtype": torch.float16, "zeros": True}),
+    ("int4", {"scale_dtype": torch.float32}),
+)
+ROWS = (2, 14, 60, 300)
+"""An expert's on average: one for each height of a tile."""
+
+
+def in_order(x):
+    """Columns of x as `hopper/codes.py` says, with zeros past the end."""
+    wide = x.new_zeros(len(x), width(x.shape[1]))
+    wide[:, : x.shape[1]] = x
+    place = torch.arange(wide.shape[1], device=x.device)
+    r, s, p, q, h = place // 64 % 2, place // 32 % 2, place // 8 % 4, place // 2 % 4, place % 2
+    return wide[:, place // 128 * 128 + 32 * q + 16 * s + 8 * r + 4 * h + p]
+
+
+@pytest.mark.parametrize("rows,columns", [(1, 32), (5, 128), (37, 288), (16, 1000)])
+def test_in_steps(device, rows, columns):
+    wider = torch.randn(rows, columns + 8, device=device).half()
+    assert torch.equal(in_steps(wider[:, :columns]), in_order(wider[:, :columns]))
+
+
+@pytest.fixture
+def hopper(device):
+    if device.type != "cuda" or not chips.chip(device).wgmma:
+        pytest.skip("needs a Hopper GPU")
+    return device
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Calls a function where the kernels for any chip do its products."""
+
+    def call(function):
+        with monkeypatch.context() as patch:
+            patch.setattr(packed_products, "supported", lambda *_: False)
+            return function()
+
+    return call
+
+
+def random_rows(draw, device, rows):
+    """(order of slots, tokens, choices, expert of every row, rows that there are)."""
+    experts, top_k = draw.randint(1, 9), draw.choice((1, 2, 3))
+    tokens = max(1, experts * draw.randint(rows, 2 * rows) // top_k)
+    index = (torch.rand(tokens, top_k) ** draw.choice((1, 1, 3)) * experts).long()
+    if draw.random() < 0.4:
+        index[torch.rand(tokens, top_k) < 0.2] = experts  # dropped
+    order, _ = sort(index.to(device), experts, torch.bfloat16)
+    used = int(order.expert_offsets[-1])
+    of_row = index.to(device).flatten()[order.row_to_slot[:used].long()]
+    return order, tokens, top_k, of_row, used
+
+
+def of_rows(x, weight, of_row):
+    """x [R, K] times the weight of each row's expert, in float64."""
+    return torch.cat([x[row : row + 1] @ weight[e].T for row, e in enumerate(of_row.tolist())])
+
+
+def assert_as_close(mine, other, truth):
+    """Errors of `mine` are those of the kernels for any chip: one rounding of the same sums."""
+    for one, two, true in zip(mine, other, truth, strict=True):
+        error, theirs = (one.double() - true).norm(), (two.double() - true).norm()
+        assert error <= 1.02 * theirs + 1e-6 * true.norm()
+        assert (one.double() - true).abs().max() <= 2 * (two.double() - true).abs().max() + 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("how", range(len(HOWS)))
+def test_gemm(hopper, elsewhere, how, rows):
+    draw = random.Random(10 * how + rows)
+    torch.manual_seed(draw.randrange(1 << 30))
+    format, options = HOWS[how]
+    order, tokens, top_k, of_row, used = random_rows(draw, hopper, rows)
+    experts, slots = order.expert_offsets.numel() - 1, tokens * top_k
+    k = 128 * draw.randint(2, 7) if draw.random() < 0.5 else options.get("group", 128) * 5
+    n = draw.choice((128 * draw.randint(1, 4), draw.randint(1, 300)))
+    weight = quantize(torch.randn(experts, n, k, device=hopper).bfloat16(), format, **options)
+    bias = torch.randn(experts, n, device=hopper).bfloat16() if draw.random() < 0.5 else None
+    x = torch.randn(slots, k, device=hopper).bfloat16()
+
+    def product():
+        out = torch.full((slots, n), 7.0, device=hopper, dtype=torch.bfloat16)
+        return grouped_gemm.grouped_gemm(x, weight, order, out=out, bias=bias)
+
+    assert packed_products.supported(weight, order, x.dtype)
+    mine, other = product(), elsewhere(product)
+    truth = of_rows(x[:used].double(), dequantize(weight, torch.float64), of_row)
+    if bias is not None:
+        truth += bias.double()[of_row]
+    assert_as_close([mine[:used]], [other[:used]], [truth])
+    assert bool((mine[used:] == 7).all())
+    assert torch.equal(product(), mine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("how", range(len(HOWS)))
+def test_gate_up(hopper, elsewhere, how, rows):
+    """Act in its own order and in steps, the pre-activation, biases, weights on the input."""
+    draw = random.Random(1000 + 10 * how + rows)
+    torch.manual_seed(draw.randrange(1 << 30))
+    format, options = HOWS[how]
+    order, tokens, top_k, of_row, used = random_rows(draw, hopper, rows)
+    experts = order.expert_offsets.numel() - 1
+    k = 128 * draw.randint(2, 5) if draw.random() < 0.5 else options.get("group", 128) * 5
+    inner = draw.choice((128 * draw.randint(1, 3), draw.randint(1, 200)))
+    dense = torch.randn(experts, 2 * inner, k, device=hopper).bfloat16() * 0.1
+    weight = quantize(dense, format, **options)
+    x = torch.randn(tokens, k, device=hopper).bfloat16()
+    slot_weight = torch.rand(tokens, top_k, device=hopper).bfloat16()
+    bias = torch.randn(experts, 2 * inner, device=hopper).bfloat16()
+    how = {
+        "weight_on_input": draw.random() < 0.3,
+        "activation": draw.choice(("silu", "gelu_tanh", "silu 7.0 1.702 1.0 interleaved")),
+        "bias": draw.choice((None, bias)),
+    }
+
+    def product(save_pre=True, **more):
+        return gate_up.gate_up(x, weight, order, slot_weight, save_pre=save_pre, **how, **more)
+
+    assert packed_products.supported(weight, order, x.dtype)
+    act, pre = product()
+    other_act, other_pre = elsewhere(product)
+    rows_of_x = x[order.row_to_slot[:used].long() // top_k].double()
+    truth = of_rows(rows_of_x, dequantize(weight, torch.float64), of_row)
+    if how["bias"] is not None:
+        truth += bias.double()[of_row]
+    assert_as_close([pre[:used]], [other_pre[:used]], [truth])
+    assert (act[:used].double() - other_act[:used].double()).norm() <= (
+        0.01 * other_act[:used].double().norm()
+    )
+    again, empty = product(save_pre=False)
+    assert torch.equal(again[:used], act[:used]) and not empty.numel()
+    stepped, _ = product(act_in_steps=True)
+    assert torch.equal(stepped[:used], in_order(act[:used]))
+
+
+@pytest.mark.gpu
+def test_every_code_and_scale_of_mxfp4(hopper, elsewhere):
+    """All 16 codes at the scales 2 ** -127 to 2 ** 31, exactly; what is larger is never a number
+    that looks right."""
+    scales = torch.arange(160, dtype=torch.uint8, device=hopper)  # the last is 2 ** 32
+    codes = torch.arange(16, dtype=torch.uint8, device=hopper).repeat(160, 12)  # [160, 192]
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4)[None].contiguous()  # [1, 160, 96]
+    weight = Packed(
+        packed, scales[None, :, None].repeat(1, 1, 6).view(torch.float8_e8m0fnu), None, "mxfp4"
+    )
+    x = torch.eye(192, device=hopper).bfloat16()  # a row of the product for each column
+    order, _ = sort(torch.zeros(192, 1, dtype=torch.long, device=hopper), 1, torch.bfloat16)
+
+    def product():
+        out = torch.empty(192, 160, device=hopper, dtype=torch.bfloat16)
+        return grouped_gemm.grouped_gemm(x, weight, order, out=out)
+
+    assert packed_products.supported(weight, order, x.dtype)
+    mine, other = product(), elsewhere(product)
+    ordinary = slice(32, 159)  # below, sums are subnormal in float32 and may be zero
+    assert torch.equal(mine[:, ordinary], other[:, ordinary])
+    assert bool((mine[:, :32].float() - other[:, :32].float()).abs().max() <= 2.0**-96)
+    nonzero = other[:, 159] != 0
+    assert not bool(mine[:, 159][nonzero].isfinite().any())
