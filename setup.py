@@ -18,6 +18,7 @@ FILES = f"{HOME}/blob/v{VERSION}"
 
 PLOT = ["matplotlib>=3.8"]
 LORA = ["peft>=0.18"]
+QLORA = [*LORA, "bitsandbytes>=0.46"]
 TEST = [
     *PLOT,
     *LORA,
@@ -130,6 +131,7 @@ setup(
     extras_require={
         "bench": PLOT,
         "lora": LORA,
+        "qlora": QLORA,
         "examples": [*PLOT, *LORA],
         "test": TEST,
         "dev": [*TEST, "mypy>=2", "pre-commit>=4", "ruff>=0.12"],

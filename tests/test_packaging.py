@@ -129,8 +129,8 @@ def third_party(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def test_every_import_is_a_declared_dependency(wheel):
-    """At the top of a file: of install_requires. In a function: of the extra `bench` too."""
-    always, lazily = requirements(wheel), requirements(wheel, "bench", "lora")
+    """At the top of a file: of install_requires. In a function: of an extra too."""
+    always, lazily = requirements(wheel), requirements(wheel, "bench", "lora", "qlora")
     adapters = requirements(wheel, "lora")  # recognise/adapters.py is imported once PEFT is
     examples = requirements(wheel, "examples")
     for folder in ("moe_patch", "models", "examples"):

@@ -293,7 +293,8 @@ class Model(Timed):
     def refuse(self, options: argparse.Namespace) -> None:
         check_layers(options.layers)
         if options.linear and not (options.experts and find_spec("bitsandbytes")):
-            raise ValueError("--linear needs --experts, and bitsandbytes: pip install bitsandbytes")
+            needs = "--linear needs --experts, and bitsandbytes, which moe_patch[qlora] installs"
+            raise ValueError(needs)
         if options.liger_loss and not find_spec("liger_kernel"):
             raise ValueError("--liger-loss needs Liger: pip install --no-deps liger-kernel")
         read_config(options.config, options.layers)
