@@ -15,7 +15,6 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.integrations.liger import apply_liger_kernel
 
 from .. import parity
 from ..formats.packed import FORMATS
@@ -313,6 +312,9 @@ class Model(Timed):
                 if options.experts:
                     quantise(model, options.experts, options.linear)
                 if options.liger_loss:
+                    # here: it imports PEFT
+                    from transformers.integrations.liger import apply_liger_kernel
+
                     others = dict.fromkeys(("rope", "rms_norm", "swiglu"), False)
                     apply_liger_kernel(model, {"fused_linear_cross_entropy": True} | others)
             with run.busy(f"{name}: parity"):

@@ -251,9 +251,9 @@ def _check_shapes(name: str, packed: Packed, format: Format) -> None:
     if len(codes) != 3:
         raise ValueError(f"the codes of {name} must be [E, N, K / 2], found {codes}.")
     k = 2 * codes[-1]
-    needed = [[*codes[:2], k // group] for group in format.groups if not k % group]
-    if scales not in needed:
-        raise ValueError(_misfit(name, packed, format, needed))
+    group = k // scales[-1] if scales and scales[-1] else 0
+    if group not in format.groups or scales != [*codes[:2], k // group] or k % group:
+        raise ValueError(_misfit(name, packed, format))
     if packed.zeros is not None and packed.zeros.shape != packed.scales.shape:
         raise ValueError(
             f"the zeros of {name} must be {scales}, as its scales are, found "
@@ -268,13 +268,15 @@ def _check_shapes(name: str, packed: Packed, format: Format) -> None:
             )
 
 
-def _misfit(name: str, packed: Packed, format: Format, needed: list[list[int]]) -> str:
-    k, groups = 2 * packed.codes.shape[-1], _listed(format.groups)
+def _misfit(name: str, packed: Packed, format: Format) -> str:
+    experts, n, half = packed.codes.shape
+    k, groups = 2 * half, _listed(format.groups)
+    needed = [[experts, n, k // group] for group in format.groups if not k % group]
     if not needed:
         return f"K = {k} of {name} is not a multiple of {groups}: {format.name} cannot store it."
     return (
         f"the scales of {name} must be {_listed(needed)} for weights "
-        f"{[*packed.codes.shape[:2], k]} in groups of {groups}, found {list(packed.scales.shape)}."
+        f"{[experts, n, k]} in groups of {groups}, found {list(packed.scales.shape)}."
     )
 
 

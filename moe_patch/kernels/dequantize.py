@@ -113,9 +113,10 @@ def few_at_a_time(
     bits with many rows a few in `dtype`, in memory that the next ones overwrite; else everything
     as it is. FP8 weights with an update, and those of a forward, are left as they are."""
     everything = Part(weight, scale, bias, low_rank, order)
-    if widens(weight, scale, order, dtype, low_rank, backward=backward):
-        return _widened(everything, dtype)
-    return (everything,)
+    plain = scale is None and not isinstance(weight, Packed)
+    if plain or not widens(weight, scale, order, dtype, low_rank, backward=backward):
+        return (everything,)
+    return _widened(everything, dtype)
 
 
 def widens(
@@ -128,7 +129,7 @@ def widens(
     backward: bool,
 ) -> bool:
     """Whether `few_at_a_time` does so with such weights and rows."""
-    rows = order.row_to_slot.numel() / len(weight)
+    rows = order.row_to_slot.numel() / (order.expert_offsets.numel() - 1)
     if rows < ROWS:
         return False
     if isinstance(weight, Packed):

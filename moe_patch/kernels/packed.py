@@ -38,7 +38,7 @@ def operand(weight: Packed, bn: int, bk: int, halves: int) -> tuple[Any, Tensor 
     if bn:
         data, tma = box(data, block, halves=halves)
     table = values(weight)
-    nvidia = chips.chip(weight.device).arch.startswith("sm_") and not INTERPRET
+    nvidia = chips.chip(weight.codes.device).arch.startswith("sm_") and not INTERPRET
     ptx, k_major = nvidia and table is not None, not weight.turned
     return data, table, Layout(*strides, *scales, tma, k_major, weight.format, weight.group, ptx)
 
@@ -49,7 +49,7 @@ def _turned(strides: tuple[int, int, int]) -> tuple[int, int, int]:
 
 def values(weight: Packed) -> Tensor | None:
     """float32 [16]: what codes stand for, or None where kernels compute that."""
-    return None if weight.format in COMPUTED else _table(weight.format, weight.device)
+    return None if weight.format in COMPUTED else _table(weight.format, weight.codes.device)
 
 
 @functools.lru_cache

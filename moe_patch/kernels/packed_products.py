@@ -47,7 +47,7 @@ def supported(weight: Packed, order: ExpertOrder, dtype: torch.dtype) -> bool:
 
     A single step is left to the other kernels: without its loop Triton does not compile a product.
     """
-    if dtype != torch.bfloat16 or weight.turned or not _runs_on(weight.device):
+    if dtype != torch.bfloat16 or weight.turned or not _runs_on(weight.codes.device):
         return False
     if weight.shape[2] <= STEP:
         return False

@@ -88,7 +88,8 @@ def _sorted(
     first = None if gate_up.a is None else update(x, order, gate_up.a, gate_up.b)
     second = None if down.a is None else update(x, order, down.a, down.b)
 
-    in_steps = _by_registers(gate_up, down, order, x.dtype, activation)
+    packed = isinstance(gate_up.weight, Packed) and isinstance(down.weight, Packed)
+    in_steps = packed and _by_registers(gate_up, down, order, x.dtype, activation)
     made = None
     for part in kernels.dequantize.few_at_a_time(
         gate_up.weight, gate_up.scale, order, x.dtype, first, gate_up.bias, backward=False
@@ -117,15 +118,16 @@ def _sorted(
 def _by_registers(
     gate_up: Projection, down: Projection, order: ExpertOrder, dtype: torch.dtype, activation: str
 ) -> bool:
-    """Whether `packed_products` compute both, with act in the order in which they read it."""
+    """Whether `packed_products` compute both, with act in the order in which they read it; both
+    weights are Packed."""
     if gate_up.a is not None or down.a is not None or parse(activation).form == "ungated":
         return False
-    return all(
-        isinstance(each.weight, Packed)
-        and kernels.packed_products.supported(each.weight, order, dtype)
-        and not kernels.dequantize.widens(each.weight, None, order, dtype, None, backward=False)
-        for each in (gate_up, down)
-    )
+    for weight in (gate_up.weight, down.weight):
+        if not kernels.packed_products.supported(weight, order, dtype):
+            return False
+        if kernels.dequantize.widens(weight, None, order, dtype, None, backward=False):
+            return False
+    return True
 
 
 def _multiplies_fp8(
