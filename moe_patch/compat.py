@@ -479,11 +479,28 @@ ORIG_MOD = _word(
     TORCH,
     "the patch report names compiled blocks by their wrappers",
 )
+COMPILED = _word(
+    "torch.nn:Module.compile#_compiled_call_impl",
+    "Where model.compile() keeps what it compiled.",
+    TORCH,
+    "nobody is told that a compiled model runs uncompiled while its routing is recorded",
+)
 
 
 # transformers: experts under @use_experts_implementation
 
 TRANSFORMERS = tested("transformers")
+CHECKPOINTS = (
+    _word(
+        "transformers.modeling_layers:GradientCheckpointingLayer.__call__"
+        "#_gradient_checkpointing_func",
+        "What a layer checkpoints with: a forward that runs again has to take the same experts.",
+        TRANSFORMERS,
+        "replaying a routing in training works for one forward at a time under checkpointing",
+    ),
+    "checkpoint_fn",
+)
+"""Attributes of modules that call torch's checkpoint: transformers' and torch's own wrapper's."""
 _MOE = "transformers.integrations.moe"
 _UNFUSED = "no experts under @use_experts_implementation are fused"
 

@@ -83,6 +83,7 @@ def select_experts(
     top_groups: int = 1,
     group_best: int = 2,
     group_fill: float = float("-inf"),
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`moe_patch.ops.routing.select_experts`; ties go to the lowest expert id."""
     choice = choice_scores(
@@ -90,6 +91,8 @@ def select_experts(
         group_best=group_best, group_fill=group_fill,
     )  # fmt: skip
     top_k_index = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    if given is not None:
+        top_k_index = torch.where(given[:, :1] < 0, top_k_index, given)
     weights = expert_weights(
         router_logits, top_k_index, score=score, renormalize=renormalize, scale=scale, eps=eps
     )

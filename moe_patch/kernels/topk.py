@@ -67,11 +67,11 @@ def _keep_groups(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def topk_kernel(
-    logits, bias, index, weights, dense, num_tokens, STRIDE: tl.constexpr,
+    logits, bias, given, index, weights, dense, num_tokens, STRIDE: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr, EPS: tl.constexpr, BIAS: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, FILL: tl.constexpr,
-    DENSE: tl.constexpr, NARROW: tl.constexpr,
+    GIVEN: tl.constexpr, DENSE: tl.constexpr, NARROW: tl.constexpr,
     EP: tl.constexpr, GP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -119,7 +119,11 @@ def topk_kernel(
         value = _unordered((best >> 32).to(tl.int32))
 
     choice = tl.arange(0, KP)[None, :]
-    if BIAS or GROUPS > 1:
+    if GIVEN:  # rows that begin with an expert
+        at = given + token.to(tl.int64)[:, None] * K
+        theirs = tl.load(at + choice, mask=choice < K, other=0).to(tl.int32)
+        chosen = tl.where(tl.load(at) < 0, chosen, theirs)
+    if BIAS or GROUPS > 1 or GIVEN:
         at = token.to(tl.int64)[:, None] * STRIDE + chosen
         value = tl.load(logits + at, mask=choice < K, other=0.0).to(tl.float32)
     if SIGMOID:
@@ -218,12 +222,14 @@ def topk(
     group_best: int = 2,
     group_fill: float = float("-inf"),
     dense: Tensor | None = None,
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(index [T, K] int64, weights [T, K] dtype) of logits [T, E] whose rows are contiguous.
 
     Best first; equals go to the lowest expert id; scores in float32. With a bias [E], contiguous,
     or with groups the choice is by score and bias, else by logit. `dense` [T, E] receives the
-    chosen experts' sigmoids, zero for the others.
+    chosen experts' sigmoids, zero for the others; not with `given` [T, K] int64, contiguous: the
+    experts of each row that does not begin with -1.
     """
     tokens, experts = router_logits.shape
     index = router_logits.new_empty((tokens, top_k), dtype=torch.int64)
@@ -234,10 +240,12 @@ def topk(
             router_logits.element_size(), STRIDE=router_logits.stride(0),
             SIGMOID=sigmoid, RENORMALIZE=renormalize, SCALE=scale, EPS=eps, BIAS=bias is not None,
             TOP_GROUPS=top_groups, BEST=group_best, FILL=group_fill, DENSE=dense is not None,
+            GIVEN=given is not None,
         )  # fmt: skip
         bias = weights if bias is None else bias
+        given = index if given is None else given
         dense = weights if dense is None else dense
-        start(grid, router_logits, bias, index, weights, dense, tokens)
+        start(grid, router_logits, bias, given, index, weights, dense, tokens)
     return index, weights
 
 

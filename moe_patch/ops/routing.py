@@ -6,6 +6,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .. import kernels, reference
 from ..kernels import on_device, op, require
@@ -14,7 +15,7 @@ from . import differentiable
 SCORES = ("softmax", "sigmoid")
 
 
-def _fake(router_logits, bias, top_k, dtype, *_):
+def _fake(router_logits, given, bias, top_k, dtype, *_):
     shape = (router_logits.shape[0], top_k)
     index = router_logits.new_empty(shape, dtype=torch.int64)
     return index, router_logits.new_empty(shape, dtype=dtype)
@@ -23,6 +24,7 @@ def _fake(router_logits, bias, top_k, dtype, *_):
 @op(_fake)
 def _select_experts(
     router_logits: Tensor,
+    given: Tensor | None,
     bias: Tensor | None,
     top_k: int,
     dtype: torch.dtype,
@@ -43,6 +45,7 @@ def _select_experts(
             scale=scale, eps=eps, bias=None if bias is None else bias.contiguous(),
             num_groups=num_groups, top_groups=top_groups,
             group_best=group_best, group_fill=group_fill,
+            given=None if given is None else given.contiguous(),
         )  # fmt: skip
 
 
@@ -66,7 +69,7 @@ def _select_experts_backward(
 
 
 def _fake_sigmoid(router_logits, top_k):
-    index, weights = _fake(router_logits, None, top_k, torch.float32)
+    index, weights = _fake(router_logits, None, None, top_k, torch.float32)
     return router_logits.new_empty(router_logits.shape), index, weights
 
 
@@ -94,8 +97,8 @@ def _weights(
 
 class _SelectExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, router_logits, bias, top_k, dtype, *options):
-        index, weights = _select_experts(router_logits, bias, top_k, dtype, *options)
+    def forward(ctx, router_logits, given, bias, top_k, dtype, *options):
+        index, weights = _select_experts(router_logits, given, bias, top_k, dtype, *options)
         ctx.save_for_backward(router_logits, index)
         ctx.options = options[:4]
         ctx.mark_non_differentiable(index)
@@ -109,7 +112,7 @@ class _SelectExperts(torch.autograd.Function):
             (d_logits,) = differentiable.gradients(twin, [logits], [True], d_weights)
         else:
             d_logits = _select_experts_backward(logits, index, d_weights, *ctx.options)
-        return d_logits, *[None] * 11
+        return d_logits, *[None] * 12
 
 
 def select_experts(
@@ -126,6 +129,7 @@ def select_experts(
     top_groups: int = 1,
     group_best: int = 2,
     group_fill: float = float("-inf"),
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses `top_k` experts a token and their routing weights, as Hugging Face's routers do.
 
@@ -145,6 +149,10 @@ def select_experts(
             two best (2).
         group_fill: what score and bias of an expert become outside of those groups: with 0.0 it
             can win against negative ones.
+        given: [T, K], int64: the experts of tokens whose choice is made already, ids 0 to E - 1. A
+            row that begins with -1 is chosen as ever.
+
+    A TorchFunctionMode sees the call, and may answer it.
 
     Returns:
         (top_k_index [T, K] int64, best first, equals to the lowest id;
@@ -152,10 +160,18 @@ def select_experts(
 
     Raises:
         ValueError: logits not [T, E], top_k out of 1 .. E, an unknown score, a bias not [E], groups
-            that do not divide the experts or are too small, eps without sigmoids.
-        TypeError: logits of another dtype.
+            that do not divide the experts or are too small, eps without sigmoids, `given` not
+            [T, K].
+        TypeError: logits of another dtype, `given` not int64.
         RuntimeError: the kernels cannot run on the logits' device.
     """
+    if not torch.compiler.is_compiling() and has_torch_function_unary(router_logits):
+        return handle_torch_function(
+            select_experts, (router_logits,), router_logits, top_k, score=score,
+            renormalize=renormalize, dtype=dtype, scale=scale, eps=eps, bias=bias,
+            num_groups=num_groups, top_groups=top_groups, group_best=group_best,
+            group_fill=group_fill, given=given,
+        )  # fmt: skip
     if router_logits.dim() != 2:
         raise ValueError(
             f"router_logits must be [tokens, experts], found shape {tuple(router_logits.shape)}."
@@ -177,20 +193,29 @@ def select_experts(
         _check_groups(experts, num_groups, top_groups, group_best)
     if eps and score != "sigmoid":
         raise ValueError(f"eps is {eps}: only sigmoids need it, leave it 0.0 with {score!r}.")
+    if given is not None:
+        _check_given(given, (router_logits.shape[0], top_k))
     require(router_logits.device)
     options = (
-        bias, top_k, dtype or router_logits.dtype, score == "sigmoid", renormalize,
+        given, bias, top_k, dtype or router_logits.dtype, score == "sigmoid", renormalize,
         float(scale), eps, num_groups, top_groups, group_best, group_fill,
     )  # fmt: skip
     if differentiable.why_not_kernels():
         return reference.select_experts(
             router_logits, top_k, score=score, renormalize=renormalize, dtype=dtype, scale=scale,
             eps=eps, bias=bias, num_groups=num_groups, top_groups=top_groups,
-            group_best=group_best, group_fill=group_fill,
+            group_best=group_best, group_fill=group_fill, given=given,
         )  # fmt: skip
     if torch.is_grad_enabled() and router_logits.requires_grad:
         return _SelectExperts.apply(router_logits, *options)
     return _select_experts(router_logits, *options)
+
+
+def _check_given(given: Tensor, shape: tuple[int, int]) -> None:
+    if given.shape != shape:
+        raise ValueError(f"given must be {list(shape)}, found shape {tuple(given.shape)}.")
+    if given.dtype != torch.int64:
+        raise TypeError(f"given is {given.dtype}, pass torch.int64.")
 
 
 def _check_groups(experts: int, num_groups: int, top_groups: int, group_best: int) -> None:
