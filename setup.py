@@ -114,6 +114,7 @@ setup(
         "moe_patch.parity",
         "moe_patch.quantizer",
         "moe_patch.recognise",
+        "moe_patch.routing",
         "moe_patch.tune",
     ],
     package_dir={"moe_patch": "moe_patch", "moe_patch.models": "models"},

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import has_torch_function_unary
 from transformers.models.llama4 import modeling_llama4 as hf
 
 from ..compat import GLOBAL_HOOKS, HF_HOOK, MODULE_HOOKS, base_of, version_of
@@ -35,7 +36,8 @@ class Llama4Router(Fused, hf.Llama4Router):
         if not (intact(self) and runs_fused(hidden_states, self.weight)):
             return own_forward(self, hidden_states)
         router_logits = F.linear(hidden_states, self.weight)
-        if torch.is_grad_enabled() and router_logits.requires_grad:
+        watched = not torch.compiler.is_compiling() and has_torch_function_unary(router_logits)
+        if watched or torch.is_grad_enabled() and router_logits.requires_grad:
             index, weights = select_experts(
                 router_logits, self.top_k, score="sigmoid", dtype=torch.float32
             )

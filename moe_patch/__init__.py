@@ -32,18 +32,26 @@ from .patcher import patch, unpatch  # noqa: E402
 from .pretrained import disable, enable, enabled, register  # noqa: E402
 from .quantise import quantize_experts  # noqa: E402
 from .quantizer.config import ExpertsQuantConfig  # noqa: E402
+from .routing.load import expert_load  # noqa: E402
+from .routing.record import record_routing  # noqa: E402
+from .routing.recorded import Routing  # noqa: E402
+from .routing.replay import replay_routing  # noqa: E402
 
 __all__ = [
     "ExpertsQuantConfig",
+    "Routing",
     "__version__",
     "check_parity",
     "disable",
     "enable",
     "enabled",
+    "expert_load",
     "fp8",
     "fused_experts",
     "patch",
     "quantize_experts",
+    "record_routing",
+    "replay_routing",
     "unpatch",
 ]
 
