@@ -1,16 +1,16 @@
-"""python -m moe_patch env | parity | bench | tune"""
+"""python -m moe_patch env | parity | bench | tune | load"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from .commands import bench, env, parity, tune
+from .commands import bench, env, load, parity, tune
 from .commands.running import PROG, exit_code, interpret
 from .usage import Parser, refuse_empty
 from .version import __version__
 
-COMMANDS = {one.COMMAND.name: one.COMMAND for one in (env, parity, bench, tune)}
+COMMANDS = {one.COMMAND.name: one.COMMAND for one in (env, parity, bench, tune, load)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Loads a local checkpoint for `python -m moe_patch parity`, whole or not at all."""
+"""Loads a local checkpoint for `python -m moe_patch parity` and `load`, whole or not at all."""
 
 from __future__ import annotations
 

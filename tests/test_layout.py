@@ -50,6 +50,10 @@ FLOORS = tuple(
         "ranks patcher",
         """quantizer.layouts quantizer.config quantizer.conversions quantizer.loader quantizer""",
         "pretrained quantise environment",
+        """routing routing.recomputed routing.forwards routing.choosing routing.layers
+        routing.recorded routing.record routing.replay routing.balance routing.callback
+        routing.load
+        routing.picture""",
         """parity.law parity.emulate parity.shadow parity.loss parity.report parity.passes
         parity.router parity.truth parity.block parity.compare parity.check parity""",
         "__init__",
@@ -59,7 +63,8 @@ FLOORS = tuple(
         bench.peers.experts bench.peers.quack bench.peers.liger bench.peers.deep_gemm
         bench.peers.peft bench.peers""",
         "tune.blocks tune.plan tune.measure tune",
-        "commands commands.running commands.env commands.parity commands.bench commands.tune",
+        """commands commands.running commands.env commands.parity commands.bench commands.tune
+        commands.load""",
         "__main__",
     )
 )
@@ -99,14 +104,15 @@ ARROWS = {
     "patcher": {"compat", "models", "ranks", "recognise", "switch", "versions"},
     "pretrained": {"compat", "models", "notices", "patcher", "quantizer", "recognise"},
     "quantise": {"formats", "output", "patcher", "quantizer", "recognise"},
+    "routing": {"compat", "notices", "ops", "patcher", "recognise"},
     "environment": {"activation", "compat", "models", "recognise"},
     "parity": {
         "compat", "formats", "kernels", "models", "ops", "patcher", "paths", "precision",
         "recognise", "reference", "switch", "version",
     },
     "__init__": {
-        "fp8", "ops", "parity", "patcher", "pretrained", "quantise", "quantizer", "starting",
-        "version",
+        "fp8", "ops", "parity", "patcher", "pretrained", "quantise", "quantizer", "routing",
+        "starting", "version",
     },
     "bench": {
         "compat", "environment", "formats", "kernels", "ops", "order", "output", "parity",
@@ -115,7 +121,7 @@ ARROWS = {
     "tune": {"activation", "bench", "kernels", "kernels.*", "order", "recognise", "shapes"},
     "commands": {
         "bench", "checkpoint", "compat", "environment", "kernels", "models", "output", "parity",
-        "shapes", "switch", "tune", "usage", "versions",
+        "patcher", "routing", "shapes", "switch", "tune", "usage", "versions",
     },
     "__main__": {"commands", "usage", "version"},
 }  # fmt: skip

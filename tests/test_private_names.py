@@ -114,7 +114,8 @@ GROUPS = {
         "names": [
             "_is_hooked", "original_forward", "_output_capturing_hooks_installed", "_old_init",
             "ds_shape", "_orig_mod", "_fsdp_wrapped_module", "_get_in_out_features",
-            "_activate_lora", "_apply", "_check_merge_allowed",
+            "_activate_lora", "_apply", "_check_merge_allowed", "_compiled_call_impl",
+            "_gradient_checkpointing_func",
         ]
     },
     "offloading": {

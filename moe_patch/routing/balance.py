@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from .load import ExpertLoad
 
 BIAS = "e_score_correction_bias"
 
@@ -57,35 +53,16 @@ def switch_loss(
 
 
 @torch.no_grad()
-def update_bias(load: ExpertLoad, *, speed: float = 0.001) -> int:
-    """Moves the routers' `e_score_correction_bias` by `speed`, up for experts below their layer's
-    mean load and down above it (DeepSeek-V3, arXiv:2412.19437, 2.1.2), and resets the counts.
-
-    transformers leaves this buffer as it is. Call it after the optimizer's step; under data
-    parallelism after `load.all_reduce()`, so that all ranks agree.
+def move_bias(block: nn.Module, counts: Tensor, speed: float) -> int:
+    """Moves the `e_score_correction_bias` of a block's routers by `speed`, up for experts below the
+    mean of the counts [E] and down above it (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
 
     Returns:
-        How many routers have such a bias.
-
-    Raises:
-        ValueError: no router has one, or nothing was counted.
+        How many there are.
     """
-    counts = load.counts.double()
-    if not int(counts.sum()):
-        raise ValueError("nothing was counted: run a forward while the load is counted.")
-    changed = 0
-    for name, layer in zip(load.layers, counts):
-        for bias in _biases(load.model.get_submodule(name)):
-            bias += speed * (layer.mean() - layer).sign().to(bias)
-            changed += 1
-    if not changed:
-        raise ValueError(
-            f"no router of {type(load.model).__name__} has {BIAS}: balance it by an auxiliary loss."
-        )
-    load.reset()
-    return changed
-
-
-def _biases(block: nn.Module) -> list[Tensor]:
     found = (getattr(module, BIAS, None) for module in block.modules())
-    return list({id(bias): bias for bias in found if isinstance(bias, Tensor)}.values())
+    biases = {id(bias): bias for bias in found if isinstance(bias, Tensor)}.values()
+    counts = counts.double()
+    for bias in biases:
+        bias += speed * (counts.mean() - counts).sign().to(bias)
+    return len(biases)

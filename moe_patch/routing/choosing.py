@@ -23,7 +23,9 @@ _TOPK = (torch.topk, Tensor.topk)
 class Chooser(Protocol):
     """Who is told of a choice."""
 
-    num_experts: int
+    @property
+    def num_experts(self) -> int:
+        """Columns of the logits."""
 
     def given(self, tokens: int, top_k: int, device: torch.device) -> Tensor | None:
         """The experts to take, [T, K] int64, as `given` of `select_experts`; None: the router's."""
@@ -73,7 +75,7 @@ class Choosing(TorchFunctionMode):
         if scores.dim() != 2 or scores.shape[1] != self.chooser.num_experts:
             return found  # of groups
         index = found.indices
-        given = self.chooser.given(*index.shape, scores.device)
+        given = self.chooser.given(len(index), index.shape[1], scores.device)
         if given is not None:
             index = torch.where(given[:, :1] < 0, index, given)
             found = torch.return_types.topk((scores.gather(1, index), index))

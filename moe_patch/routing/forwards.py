@@ -1,4 +1,4 @@
-"""The forward of a whole model that is under way: the shape of its tokens, and which are padding."""
+"""The forward of a whole model that is under way: how many tokens it has, which are padding."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..compat import COMPILED, ORIG_MOD
 from ..notices import warn_once
 from ..patcher import Block, find_blocks
+from ..recognise.eligibility import is_decorated
 from ..recognise.routers import is_router_class
 from ..recognise.wrapped import plain_class
 from .choosing import Choosing
@@ -91,7 +92,7 @@ class Layer:
     """A MoE layer of a model."""
 
     def __init__(self, block: Block) -> None:
-        self.name, self.experts = block.name, block.experts
+        self.name, self.experts = block.name, experts_of(block)
         self.scopes = _scopes(block)
         self.num_experts = _num_experts(block, self.scopes)
         self.by_tokens = _chooses_by_tokens(block)
@@ -166,9 +167,7 @@ class Layer:
                 )
 
 
-def _routing(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor | None, Tensor | None]:
+def _routing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
     """(top_k_index, top_k_weights) that experts are called with."""
     given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args)) | kwargs
     return given.get("top_k_index"), given.get("top_k_weights")
@@ -191,9 +190,10 @@ def layers_of(model: nn.Module) -> list[Layer]:
     for block in find_blocks(model):
         if block.module is block.experts or not block.is_known():
             continue
-        layer = _LAYERS.get(block.experts)
+        experts = experts_of(block)
+        layer = _LAYERS.get(experts)
         if layer is None or layer.name != block.name and not layer.watchers:
-            layer = _LAYERS[block.experts] = Layer(block)
+            layer = _LAYERS[experts] = Layer(block)
         found.append(layer)
     if not found:
         raise ValueError(
@@ -229,6 +229,13 @@ def watching(model: nn.Module, layers: list[Layer], watcher: Watcher) -> Iterato
         yield
 
 
+def experts_of(block: Block) -> nn.Module:
+    """The module that is called with the choice: there can be shared experts of its class, too."""
+    named = {name.split(".")[0]: module for name, module in block.module.named_modules()
+             if is_decorated(module)}  # fmt: skip
+    return named.get("experts", block.experts)
+
+
 def _scopes(block: Block) -> list[nn.Module]:
     """The modules in whose forward the choice is made: routers, or else the block."""
     found = [m for m in block.module.modules() if is_router_class(plain_class(m)) and _chooses(m)]
@@ -254,5 +261,6 @@ def _num_experts(block: Block, scopes: list[nn.Module]) -> int:
         for name in _SIZES:
             if isinstance(found := getattr(module, name, None), int):
                 return found
-    weight = getattr(scopes[0], "weight", None)
-    return len(block.experts.down_proj if weight is None else weight)
+    weight: Any = getattr(scopes[0], "weight", None)
+    experts: Any = experts_of(block)
+    return len(experts.down_proj if weight is None else weight)

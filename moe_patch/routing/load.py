@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
 from torch import Tensor, distributed, nn
-from transformers import TrainerCallback
 
 from . import forwards
-from .balance import switch_loss
+from .balance import BIAS, move_bias, switch_loss
 from .layers import Call, Layer, Watcher, layers_of, watching
+
+if TYPE_CHECKING:
+    from .callback import LoadCallback
 
 _FIXED = 2.0**32
 """Routing weights are summed as integers of 2 ** -32, in any order the same."""
@@ -145,7 +147,7 @@ class ExpertLoad(Watcher):
         """
         if not distributed.is_initialized():
             raise RuntimeError(
-                "all_reduce needs torch.distributed: call init_process_group, or run under torchrun."
+                "all_reduce needs torch.distributed: run under torchrun, call init_process_group."
             )
         distributed.all_reduce(self._sums(), group=group)
 
@@ -225,44 +227,32 @@ class ExpertLoad(Watcher):
                  for i, m in zip(index, masks, strict=True)]  # fmt: skip
         return switch_loss(logits, index, score=score, mask=masks)
 
-    def callback(self, *, reset: bool = True) -> TrainerCallback:
+    def update_bias(self, *, speed: float = 0.001) -> None:
+        """Moves the routers' `e_score_correction_bias` against the counts, and resets those.
+
+        transformers leaves this buffer as it is in training. Call it after the optimizer's step;
+        under data parallelism after `all_reduce`, so that all ranks agree.
+
+        Raises:
+            ValueError: no router has such a bias, or nothing was counted.
+        """
+        counts = self.counts
+        if not int(counts.sum()):
+            raise ValueError("nothing was counted: run a forward while the load is counted.")
+        blocks = map(self.model.get_submodule, self.layers)
+        if not sum(move_bias(block, row, speed) for block, row in zip(blocks, counts)):
+            raise ValueError(
+                f"no router of {type(self.model).__name__} has {BIAS}: balance it by `aux_loss`."
+            )
+        self.reset()
+
+    def callback(self, *, reset: bool = True) -> LoadCallback:
         """A callback for transformers' Trainer: with every log also `moe/imbalance`, `moe/entropy`
         (means over the layers), `moe/dead_experts` and `moe/dropped` (sums), since the last log or,
         without `reset`, since the start. Counting starts with the training and stops with it."""
+        from .callback import LoadCallback  # here: it imports the Trainer's arguments
+
         return LoadCallback(self, reset)
-
-
-class LoadCallback(TrainerCallback):
-    """Logs an ExpertLoad."""
-
-    def __init__(self, load: ExpertLoad, reset: bool) -> None:
-        self.load, self.reset = load, reset
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Starts counting."""
-        self.load.start()
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Stops counting."""
-        self.load.stop()
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
-        """Adds to what is logged."""
-        if logs is None or not int(self.load.counts.sum()):
-            return
-        more = {
-            "moe/imbalance": float(self.load.imbalance.mean()),
-            "moe/entropy": float(self.load.entropy.mean()),
-            "moe/dead_experts": int(self.load.dead.sum()),
-            "moe/dropped": int(self.load.dropped.sum()),
-        }
-        logs.update(more)
-        if state.log_history:
-            state.log_history[-1].update(more)
-        if self.reset:
-            self.load.reset()
 
 
 def expert_load(model: nn.Module, *, keep_logits: bool = False) -> ExpertLoad:

@@ -1,8 +1,8 @@
 """Forwards that gradient checkpointing runs again in the backward, known by what they ran before.
 
-Whoever checkpoints keeps a function on a module, transformers' layers `_gradient_checkpointing_func`
-and torch's wrapper `checkpoint_fn`. While a context is open, what that function is given to run
-remembers what it meets, in order, and meets the same again.
+Who checkpoints keeps a function for it on a module: transformers' layers do, and torch's wrapper
+(compat.CHECKPOINTS). While a context is open, what that function is given to run remembers what it
+meets, in order, and meets the same again.
 """
 
 from __future__ import annotations

@@ -128,12 +128,12 @@ class _Recorder(Watcher):
         if self.device is None or part.index.device == torch.device(self.device):
             return part
         device = torch.device(self.device)
-        moved = [_moved(t, device) for t in (part.index, part.mask, part.weights)]
+        index, mask, weights = (_moved(t, device) for t in (part.index, part.mask, part.weights))
+        ready = None
         if device.type == "cpu" and part.index.is_cuda:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(part.index.device))
-            return Part(*moved, ready)
-        return Part(*moved)
+        return Part(index, mask, weights, ready)
 
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:

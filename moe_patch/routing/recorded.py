@@ -1,4 +1,4 @@
-"""Routing: the experts that tokens were sent to, layer by layer; as a file, and as other batches."""
+"""Routing: the experts that tokens were sent to, by layer; as a file, and as other batches."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class Routing:
         """
         if top_k_index.dim() != 3:
             raise ValueError(
-                "top_k_index must be [tokens, layers, K], found shape "
-                f"{tuple(top_k_index.shape)}."
+                f"top_k_index must be [tokens, layers, K], found shape {tuple(top_k_index.shape)}."
             )
         if top_k_index.dtype.is_floating_point or top_k_index.dtype == torch.bool:
             raise TypeError(f"top_k_index is {top_k_index.dtype}: expert ids are integers.")

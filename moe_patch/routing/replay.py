@@ -115,7 +115,7 @@ class _Replay(Watcher):
 
     def say_left(self) -> None:
         """Warns of tokens that no forward took."""
-        left = len(self.index) - min(self.next.values())
+        left = len(self.index) - max(self.next.values())
         if left:
             warn_once(
                 f"{left} of the {len(self.index)} tokens of a replayed routing were not replayed: "
@@ -140,8 +140,8 @@ def _check_experts(index: Tensor, routing: Routing, layers: list[Layer]) -> None
     experts = min(layer.num_experts for layer in layers)
     if routing.num_experts not in (None, max(layer.num_experts for layer in layers)):
         raise ValueError(
-            f"the routing is of {routing.num_experts} experts a layer, and the model has {experts}: "
-            "it is another model's."
+            f"the routing is of {routing.num_experts} experts a layer, and the model has "
+            f"{experts}: it is another model's."
         )
     if routing.mask is not None:
         index = index[routing.mask.to(index.device)]

@@ -92,6 +92,50 @@ def test_bias_and_groups(device, size, dtype, how, biased):
     assert_close(ours, other, dtype)
 
 
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(
+    "size,dtype,how,biased",
+    sample([*itertools.product(LIMITED, DTYPES, HOW, (False, True))], 16),
+)
+def test_a_given_choice(device, size, dtype, how, biased):
+    """Scores and gradients as ever; rows that begin with -1 choose; the own choice is the same bits
+    again."""
+    tokens, experts, top_k, groups, kept = size
+    options = HOW[how] | {"num_groups": groups, "top_groups": kept}
+    options["bias"] = torch.randn(experts, device=device) / 4 if biased else None
+    logits = torch.randn(tokens, experts).to(device, dtype).requires_grad_()
+    given = torch.rand(tokens, experts, device=device).topk(top_k).indices
+    given[::3] = -1
+    index, weights = select_experts(logits, top_k, given=given, **options)
+    exact = logits.detach().double().requires_grad_()
+    chosen, truth = reference.select_experts(
+        exact, top_k, dtype=torch.float64, given=given, **options
+    )
+    assert torch.equal(index[1::3], given[1::3]) and torch.equal(index, chosen)
+    assert_close(weights, truth, dtype)
+    d_weights = torch.randn(tokens, top_k).to(device, dtype)
+    (ours,) = torch.autograd.grad(weights, logits, d_weights)
+    (other,) = torch.autograd.grad(truth, exact, d_weights.double())
+    if other.abs().max() > 1e-12:
+        assert_close(ours, other, dtype)
+    own, own_weights = select_experts(logits, top_k, **options)
+    again, its_weights = select_experts(logits, top_k, given=own, **options)
+    assert torch.equal(own, again) and torch.equal(own_weights, its_weights)
+
+
+@pytest.mark.parametrize(
+    "given, error, says",
+    [
+        (torch.zeros(2, 3, dtype=torch.int64), ValueError, r"given must be \[2, 2\], found"),
+        (torch.zeros(2, 2, dtype=torch.int32), TypeError, "given is torch.int32, pass torch.int64"),
+    ],
+    ids=("another K", "int32"),
+)
+def test_a_given_choice_that_does_not_fit(given, error, says):
+    with pytest.raises(error, match=says):
+        select_experts(torch.randn(2, 4), 2, given=given)
+
+
 @pytest.mark.parametrize("fill", [0.0, float("-inf")])
 @pytest.mark.parametrize("groups, kept, best", [(4, 2, 2), (4, 2, 1), (3, 1, 2), (1, 1, 2)])
 def test_equals_among_experts_and_among_groups(device, groups, kept, best, fill):

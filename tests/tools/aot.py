@@ -122,7 +122,8 @@ def moe_launches(
                 (logits, None, llama4, not llama4, 1.0, 0.0, 1, 1, 2),
             ):
                 options.append(float("-inf"))
-                index, weights = routing._select_experts(x, bias, top_k, x.dtype, *options)
+                index, weights = routing._select_experts(x, None, bias, top_k, x.dtype, *options)
+                routing._select_experts(x, index, bias, top_k, x.dtype, *options)  # replayed
                 routing._select_experts_backward(x, index, weights, *options[:4])
             x = torch.empty(tokens, hidden, dtype=dtype)
             width = parse(act).rows(inner)
