@@ -67,6 +67,26 @@ def register() -> None:
             each.register(NAME, experts_forward)
 
 
+def register_for(experts: nn.Module) -> None:
+    """Adds "moe_patch" where these experts look names up: a package may have its own interface."""
+    names = interface(type(experts))
+    if NAME not in names:
+        names.register(NAME, experts_forward)
+
+
+def why_not_ours(experts: nn.Module) -> str | None:
+    """None unless somebody registered another function as "moe_patch", else the reason."""
+    names = interface(type(experts))
+    function = names.get(NAME, experts_forward)
+    if function is experts_forward:
+        return None
+    path = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+    return (
+        f'{path} was registered as "{NAME}" in {type(names).__name__}, and that would run: '
+        "register it under another name"
+    )
+
+
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:

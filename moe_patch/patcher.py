@@ -18,7 +18,13 @@ from torch import nn
 from . import compat, ranks, versions
 from .compat import FSDP_WRAPPED, ORIG_MOD
 from .models import SWAPS
-from .models.decorated import ExpertsConfig, UndecoratedExperts, restore_default
+from .models.decorated import (
+    ExpertsConfig,
+    UndecoratedExperts,
+    register_for,
+    restore_default,
+    why_not_ours,
+)
 from .recognise import gates, lending, routers
 from .recognise.eligibility import dispatches, is_decorated, why_by_parts, why_not_fused
 from .recognise.original import Fused, describe, fused_within, replaced, why_replaced
@@ -260,6 +266,7 @@ class Block:
             fused = _fused_class(module)
             if is_decorated(module) and not isinstance(module.config, ExpertsConfig):
                 gates.activation_of(module)  # now: a trace could not
+                register_for(module)
                 vars(module)["config"] = ExpertsConfig(module.config)
             elif fused and fused is not plain_class(module) and not _why_left_out(module):
                 if issubclass(fused, UndecoratedExperts):
@@ -309,7 +316,7 @@ def _fused_class(module: nn.Module) -> type[nn.Module] | None:
 def _why_not_part(module: nn.Module) -> str | None:
     """Why the block with this module stays as it is."""
     if is_decorated(module):
-        return why_not_fused(module)
+        return why_not_ours(module) or why_not_fused(module)
     fused: Any = _fused_class(module)
     why_not = getattr(fused, "why_not_fused", None)
     return why_not and (why_replaced(fused) or why_not(module))
