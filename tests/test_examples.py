@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from plain import honest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from moe_patch import switch
 from moe_patch.shapes import Shape, build_model
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
@@ -29,7 +31,8 @@ def load(name):
 
 
 RUN_BELOW = {
-    "check_parity", "finetune_lora", "finetune_qlora", "patch_and_generate", "train_tiny",
+    "check_parity", "finetune_lora", "finetune_qlora", "patch_and_generate", "rl_replay",
+    "train_tiny",
 }  # fmt: skip
 
 
@@ -67,6 +70,17 @@ def test_train_tiny_with_real_kernels(family, tmp_path, capsys):
     table = [line for line in out.splitlines() if line[:1] in set("\u250f\u2503\u2521\u2502\u2514")]
     assert table and max(map(len, table)) <= 80 and "\u2026" not in "".join(table)  # whole
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rl_replay_brings_the_trainer_closer_to_the_rollout(tmp_path, capsys, monkeypatch):
+    """Both unpatched where the interpreter cannot round to bfloat16."""
+    monkeypatch.setattr(switch, "ENABLED", torch.cuda.is_available())
+    line = f"--steps 2 --layers 2 --batch 2 --png {tmp_path / 'kl.png'}"
+    assert load("rl_replay").main(line.split()) == 0
+    out = capsys.readouterr().out
+    ratio = float(re.search(r"without replay is ([\d.]+) times", out)[1])
+    assert ratio > 1.5, out
+    assert (tmp_path / "kl.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_train_tiny_notices_another_curve(use, tmp_path, capsys, monkeypatch):

@@ -19,6 +19,12 @@ NOT_BY_TOPK = {"phimoe", "zaya"}
 """Sparsemixer; a topk in three dimensions, over one class more than there are experts."""
 BY_HALVES = {"ernie4_5_vl_moe"}
 """Tokens of images and of text have layers of their own."""
+KINDS = {
+    "afmoe", "axk2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v4", "ernie4_5_moe",
+    "gemma4", "gpt_oss", "granitemoe", "hunyuan_v1_moe", "inkling", "jamba", "lfm2_moe", "llama4",
+    "minimax_m2", "phimoe", "step3p7", "zaya",
+}  # fmt: skip
+"""Of routers and blocks: these run without a GPU, too."""
 both_ways = pytest.mark.parametrize("patched", [False, True], ids=("HF's", "patched"))
 
 
@@ -50,7 +56,13 @@ def experts_inputs(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", sorted({*families.FAMILIES, "llama4"} - BY_HALVES))
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in KINDS else pytest.mark.gpu)
+        for family in sorted({*families.FAMILIES, "llama4"} - BY_HALVES)
+    ],
+)
 def test_every_family(family, device):
     """What is recorded is what the experts got, and what is replayed is what was recorded."""
     model = tiny_model("llama4", device) if family == "llama4" else families.build(family, device)

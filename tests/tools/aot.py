@@ -123,7 +123,8 @@ def moe_launches(
             ):
                 options.append(float("-inf"))
                 index, weights = routing._select_experts(x, None, bias, top_k, x.dtype, *options)
-                routing._select_experts(x, index, bias, top_k, x.dtype, *options)  # replayed
+                if x is logits:
+                    routing._select_experts(x, index, bias, top_k, x.dtype, *options)  # replayed
                 routing._select_experts_backward(x, index, weights, *options[:4])
             x = torch.empty(tokens, hidden, dtype=dtype)
             width = parse(act).rows(inner)
