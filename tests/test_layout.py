@@ -58,10 +58,9 @@ FLOORS = tuple(
         parity.router parity.truth parity.block parity.compare parity.check parity""",
         "__init__",
         """bench bench.timing bench.routing bench.kind bench.block bench.lora bench.families
-        bench.fp8 bench.quant bench.model bench.distributed bench.scaling bench.picture
-        bench.peers.compare
-        bench.peers.experts bench.peers.quack bench.peers.liger bench.peers.deep_gemm
-        bench.peers.peft bench.peers""",
+        bench.fp8 bench.quant bench.model bench.watch bench.replay bench.distributed
+        bench.scaling bench.picture bench.peers.compare bench.peers.experts
+        bench.peers.quack bench.peers.liger bench.peers.deep_gemm bench.peers.peft bench.peers""",
         "tune.blocks tune.plan tune.measure tune",
         """commands commands.running commands.env commands.parity commands.bench commands.tune
         commands.load""",
@@ -116,7 +115,8 @@ ARROWS = {
     },
     "bench": {
         "compat", "environment", "formats", "kernels", "ops", "order", "output", "parity",
-        "patcher", "quantise", "quantizer", "recognise", "reference", "shapes", "usage",
+        "patcher", "quantise", "quantizer", "recognise", "reference", "routing", "shapes",
+        "usage",
     },
     "tune": {"activation", "bench", "kernels", "kernels.*", "order", "recognise", "shapes"},
     "commands": {

@@ -121,6 +121,28 @@ def quantise(model: PreTrainedModel, format: str, linear: bool) -> None:
     free()
 
 
+def checked(
+    run: Run, name: str, make: Callable[[], PreTrainedModel]
+) -> PreTrainedModel | parity.ParityReport | None:
+    """What `make` builds; the report where the parity of its first block fails; None, with a note,
+    where it does not fit.
+
+    Raises:
+        UsageError: no block of it can be patched.
+    """
+    try:
+        with run.busy(f"{name}: building"):
+            model = make()
+        with run.busy(f"{name}: parity"):
+            report = parity.check_parity(model, blocks=1, backward=False)
+    except torch.OutOfMemoryError as error:
+        run.notes.append(f"{name}: skipped, {short_of(error, 'the model')}: use --layers")
+        return None
+    except ValueError as error:  # no block of it can be patched
+        raise UsageError(first_line(error)) from error
+    return model if report.passed else report
+
+
 def rows(tasks: Sequence[str] = DEFAULT) -> list[tuple[str, int, int]]:
     """(task, batch, tokens of the prompt) of everything to measure."""
     sizes = {"prefill": PREFILL} | dict.fromkeys(TRAINING, LORA)
@@ -306,27 +328,22 @@ class Model(Timed):
         if options.experts:
             name += f", experts in {options.experts}" + ", linear layers in nf4" * options.linear
         name += ", Liger's loss" * options.liger_loss
-        try:
-            with run.busy(f"{name}: building"):
-                model = build(config)
-                if options.experts:
-                    quantise(model, options.experts, options.linear)
-                if options.liger_loss:
-                    # here: it imports PEFT
-                    from transformers.integrations.liger import apply_liger_kernel
 
-                    others = dict.fromkeys(("rope", "rms_norm", "swiglu"), False)
-                    apply_liger_kernel(model, {"fused_linear_cross_entropy": True} | others)
-            with run.busy(f"{name}: parity"):
-                report = parity.check_parity(model, blocks=1, backward=False)
-        except torch.OutOfMemoryError as error:
-            layers = f"{config.get_text_config().num_hidden_layers} layers"
-            run.notes.append(f"{name}: skipped, {short_of(error, layers)}: use --layers")
-            return None
-        except ValueError as error:  # no block of it can be patched
-            raise UsageError(first_line(error)) from error
-        if not report.passed:
-            return report
+        def make() -> PreTrainedModel:
+            model = build(config)
+            if options.experts:
+                quantise(model, options.experts, options.linear)
+            if options.liger_loss:
+                # here: it imports PEFT
+                from transformers.integrations.liger import apply_liger_kernel
+
+                others = dict.fromkeys(("rope", "rms_norm", "swiglu"), False)
+                apply_liger_kernel(model, {"fused_linear_cross_entropy": True} | others)
+            return model
+
+        model = checked(run, name, make)
+        if not isinstance(model, PreTrainedModel):
+            return model
         todo = rows(options.tasks or DEFAULT)
         for row in run.each(todo, lambda row: "{}: {} {} x {}".format(name, *row)):
             found = rate(model, name, *row)

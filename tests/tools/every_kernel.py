@@ -106,13 +106,16 @@ def grouped_router(tokens, experts, top_k, groups, kept) -> None:
         {"score": "softmax", "group_best": 1, "group_fill": 0.0},
     ):
         how |= {"num_groups": groups, "top_groups": kept, "scale": 2.5, "renormalize": True}
-        index, weights = select_experts(logits, top_k, **how)
-        chosen, truth = reference.select_experts(logits, top_k, **how)
-        assert torch.equal(index, chosen)
-        assert_close(weights, truth, torch.float32)
-        d_weights = torch.randn_like(weights)
-        ours, true = (torch.autograd.grad(w, logits, d_weights)[0] for w in (weights, truth))
-        assert_close(ours, true, torch.float32)
+        named = torch.rand(tokens, experts, device=DEVICE).topk(top_k).indices
+        named[::3] = -1
+        for given in (None, named):
+            index, weights = select_experts(logits, top_k, given=given, **how)
+            chosen, truth = reference.select_experts(logits, top_k, given=given, **how)
+            assert torch.equal(index, chosen)
+            assert_close(weights, truth, torch.float32)
+            d_weights = torch.randn_like(weights)
+            ours, true = (torch.autograd.grad(w, logits, d_weights)[0] for w in (weights, truth))
+            assert_close(ours, true, torch.float32)
 
 
 def other_forms(size, act, transposed) -> None:
