@@ -23,7 +23,7 @@ from ..notices import warn_once
 from ..patcher import Block, find_blocks
 from ..recognise.eligibility import is_decorated
 from ..recognise.routers import is_router_class
-from ..recognise.wrapped import plain_class
+from ..recognise.wrapped import hooked_by_plan, plain_class
 from .choosing import Choosing
 from .recomputed import in_backward, meet, remembering
 
@@ -36,6 +36,8 @@ class Watcher:
 
     verb = "watched"
     """In sentences: a model that is being ..."""
+    of_routers = False
+    """Whether it decides or needs logits; else what experts are called with says enough."""
 
     def given(self, call: Call, tokens: int, top_k: int, device: torch.device) -> Tensor | None:
         """The experts to take, [T, K] int64, rows that begin with -1 excepted; None: no wish."""
@@ -97,6 +99,9 @@ class Layer:
         self.num_experts = _num_experts(block, self.scopes)
         self.by_tokens = _chooses_by_tokens(block)
         self.watchers: list[Watcher] = []
+        self._told = _told(block, self.experts)
+        self._of_routers = False
+        """Whether the scopes have hooks: only then a call begins before its experts."""
         self._handles: list[Any] = []
         self._running = _Running()
 
@@ -107,32 +112,40 @@ class Layer:
         return None if found is None else int(found[1])
 
     def watch(self, watcher: Watcher) -> None:
-        """Hooks are put on for the first one."""
-        if not self.watchers:
-            for scope in self.scopes:
-                self._handles += [
-                    scope.register_forward_pre_hook(self._begin, prepend=True),
-                    scope.register_forward_hook(self._end, always_call=True),
-                ]
-            hook = self.experts.register_forward_pre_hook(self._experts, with_kwargs=True)
-            self._handles.append(hook)
+        """Puts on the hooks that it needs."""
         self.watchers.append(watcher)
+        self._hook()
 
     def leave(self, watcher: Watcher) -> None:
-        """Hooks are taken off after the last one."""
+        """Takes off the hooks that nobody needs any more."""
         self.watchers = [each for each in self.watchers if each is not watcher]
-        if not self.watchers:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
+        self._hook()
+
+    def _hook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._of_routers = not self._told or any(each.of_routers for each in self.watchers)
+        for scope in self.scopes if self.watchers and self._of_routers else ():
+            self._handles += [
+                scope.register_forward_pre_hook(self._begin, prepend=True),
+                scope.register_forward_hook(self._end, always_call=True),
+            ]
+        if self.watchers:
+            hook = self.experts.register_forward_pre_hook(self._experts, with_kwargs=True)
+            self._handles.append(hook)
+
+    def _call(self) -> Call:
+        """A new one, which knows whether it runs again."""
+        first, again = meet(self, lambda: Call(self))
+        if not (again or in_backward()):
+            return first
+        call = Call(self)
+        call.again, call.begins = True, first.begins
+        return call
 
     def _begin(self, *_: Any) -> None:
-        first, again = meet(self, lambda: Call(self))
-        call = first
-        if again or in_backward():
-            call = Call(self)
-            call.again, call.begins = True, first.begins
-        self._running.calls[self] = call
+        call = self._running.calls[self] = self._call()
         mode = Choosing(call)
         self._running.modes.append(mode)
         mode.__enter__()
@@ -142,12 +155,13 @@ class Layer:
             self._running.modes.pop().__exit__(None, None, None)
 
     def _experts(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = self._running.calls.pop(self, None)
+        call = self._running.calls.pop(self, None) if self._of_routers else self._call()
         if call is None:  # called without the block
             return
         index, weights = _routing(args, kwargs)
         if call.index is None:
-            self._refuse_given(call, index)
+            if self._of_routers:
+                self._refuse_given(call, index)
             call.index = index
         call.weights = weights
         if not call.again:
@@ -242,6 +256,13 @@ def _scopes(block: Block) -> list[nn.Module]:
     # Llama4's fused block asks whether hooks wrote what its router returned
     names = {plain_class(module).__name__ for module in found}
     return found if found and "Llama4Router" not in names else [block.module]
+
+
+def _told(block: Block, experts: nn.Module) -> bool:
+    """Whether experts are called with the router's choice: Llama4's get inputs alone, and under
+    expert parallelism ids are a rank's own."""
+    named = inspect.signature(type(experts).forward).parameters
+    return "top_k_index" in named and not any(map(hooked_by_plan, block.module.modules()))
 
 
 def _chooses(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.table import Table
@@ -22,6 +22,15 @@ _PENDING = 1 << 22
 """Choices that are counted at the latest when there are so many; else a forward's at once."""
 
 
+class _Pending(NamedTuple):
+    """A layer's choices that are not counted yet."""
+
+    layer: Layer
+    index: Tensor
+    weights: Tensor | None
+    mask: Tensor | None
+
+
 class ExpertLoad(Watcher):
     """Counts of what the routers of a model choose; `expert_load` makes one.
 
@@ -33,10 +42,12 @@ class ExpertLoad(Watcher):
 
     def __init__(self, model: nn.Module, *, keep_logits: bool = False) -> None:
         self.model, self.keep_logits = model, keep_logits
+        self.of_routers = keep_logits
         self._layers = layers_of(model)
         self._at = {layer: at for at, layer in enumerate(self._layers)}
         self._experts = max(layer.num_experts for layer in self._layers)
         self._open: contextlib.ExitStack | None = None
+        self._first: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self.reset()
 
     # What is counted
@@ -135,7 +146,7 @@ class ExpertLoad(Watcher):
     def reset(self) -> None:
         """Forgets what was counted."""
         self._counted: Tensor | None = None
-        self._pending: list[tuple[Layer, Tensor, Tensor | None, Tensor | None]] = []
+        self._pending: list[_Pending] = []
         self._waiting = 0
         self._logits: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
@@ -160,7 +171,7 @@ class ExpertLoad(Watcher):
         forward = forwards.current()
         mask = forward.mask if forward.covers(len(call.index)) else None
         weights = None if call.weights is None else call.weights.detach()
-        self._pending.append((call.layer, call.index.detach(), weights, mask))
+        self._pending.append(_Pending(call.layer, call.index.detach(), weights, mask))
         self._waiting += call.index.numel()
         if self.keep_logits and call.logits is not None:
             self._logits.append((call.logits, call.index.detach(), mask))
@@ -186,26 +197,38 @@ class ExpertLoad(Watcher):
         if not pending:
             return
         if self._counted is None:
-            self._counted = self._zeros(pending[0][1].device)
-        place = self._counted.device
-        where, ones, sums = [], [], []
-        for layer, index, weights, mask in pending:
-            index = index.to(place).long()
-            inside = (index >= 0) & (index < self._experts)
-            index = torch.where(inside, index, self._experts)
-            where.append((index + self._at[layer] * (self._experts + 1)).flatten())
-            one = torch.ones_like(index)
-            if mask is not None:
-                one = one * mask.reshape(-1, 1).to(place)
-            ones.append(one.flatten())
-            if weights is None:
-                sums.append(torch.zeros_like(ones[-1]))
-            else:
-                fixed = (weights.to(place).double() * _FIXED).round().long()
-                sums.append((fixed * one).flatten())
-        counts, weighed = self._counted.view(2, -1)
-        counts.scatter_add_(0, torch.cat(where), torch.cat(ones))
-        weighed.scatter_add_(0, torch.cat(where), torch.cat(sums))
+            self._counted = self._zeros(pending[0].index.device)
+        alike: dict[Any, list[_Pending]] = {}
+        for one in pending:
+            kind = one.index.shape, one.index.dtype, one.index.device, one.weights is None
+            alike.setdefault((*kind, id(one.mask)), []).append(one)
+        for found in alike.values():
+            self._add(self._counted, found)
+
+    def _add(self, counted: Tensor, chosen: list[_Pending]) -> None:
+        """Adds the choices of n layers with one T, K and mask: few launches, whatever n is."""
+        mask = chosen[0].mask
+        index = torch.stack([one.index for one in chosen]).to(counted.device).long()  # [n, T, K]
+        inside = (index >= 0) & (index < self._experts)
+        place = torch.where(inside, index, self._experts) + self._firsts(counted.device, chosen)
+        each = torch.ones_like(place)
+        if mask is not None:
+            each = each * mask.reshape(-1, 1).to(counted.device)
+        counts, weighed = counted.view(2, -1)
+        counts.scatter_add_(0, place.flatten(), each.flatten())
+        weights = [one.weights for one in chosen if one.weights is not None]
+        if weights:
+            whole = torch.stack(weights).to(counted.device).double()
+            fixed = (whole * _FIXED).round().long() * each
+            weighed.scatter_add_(0, place.flatten(), fixed.flatten())
+
+    def _firsts(self, device: torch.device, chosen: list[_Pending]) -> Tensor:
+        """Where these layers' counts begin, int64 [n, 1, 1]."""
+        key = device, tuple(self._at[one.layer] for one in chosen)
+        if key not in self._first:
+            every = torch.arange(len(self._layers), device=device) * (self._experts + 1)
+            self._first[key] = torch.stack([every[at] for at in key[1]]).view(-1, 1, 1)
+        return self._first[key]
 
     # Training
 

@@ -13,6 +13,10 @@ from .layers import Call, Layer, Watcher, layers_of, watching
 from .recorded import Part, Routing, smallest
 
 
+_SMALL = 1 << 16
+"""Choices of one layer that wait for the others' as they are: one conversion for all is faster."""
+
+
 @contextlib.contextmanager
 def record_routing(
     model: nn.Module, *, weights: bool = False, device: torch.device | str | None = None
@@ -88,7 +92,10 @@ class _Recorder(Watcher):
                 "model first."
             )
         weights = call.weights.detach() if self.weights else None
-        self._seen[call.layer] = call.index.to(self.dtype), weights
+        index = call.index.detach()
+        if index.numel() > _SMALL:
+            index = index.to(self.dtype)
+        self._seen[call.layer] = index, weights
         if not self._forward.covers(len(call.index)):
             self._forward = forwards.current()
         if len(self._seen) == len(self.at):
@@ -116,7 +123,7 @@ class _Recorder(Watcher):
             )
         place = chosen[0][0].device
         index = torch.stack([each.to(place) for each, _ in chosen], dim=1)  # [T, layers, K]
-        weights = None
+        index, weights = index.to(self.dtype), None
         if self.weights:
             weights = torch.stack([each.to(place) for _, each in chosen], dim=1)
         forward = self._forward if self._forward.covers(len(index)) else forwards.NONE

@@ -51,7 +51,7 @@ def replay_routing(
 
 
 class _Replay(Watcher):
-    verb = "replayed"
+    verb, of_routers = "replayed", True
 
     def __init__(self, layers: list[Layer], routing: Routing) -> None:
         if not len(routing):

@@ -135,7 +135,14 @@ def start(*command: str, **more) -> subprocess.Popen:
     path = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{ROOT}"
     env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
-    return subprocess.Popen([sys.executable, *command], env=env, text=True, **pipe)
+    return subprocess.Popen(
+        [sys.executable, *command], env=env, text=True, preexec_fn=listening, **pipe
+    )
+
+
+def listening():
+    """To Ctrl-C: what a shell starts in the background is not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_sigint_ends_a_process_with_130():
