@@ -26,7 +26,7 @@ class _Pending(NamedTuple):
     """A layer's choices that are not counted yet."""
 
     layer: Layer
-    index: Tensor
+    top_k_index: Tensor
     weights: Tensor | None
     mask: Tensor | None
 
@@ -197,10 +197,11 @@ class ExpertLoad(Watcher):
         if not pending:
             return
         if self._counted is None:
-            self._counted = self._zeros(pending[0].index.device)
+            self._counted = self._zeros(pending[0].top_k_index.device)
         alike: dict[Any, list[_Pending]] = {}
         for one in pending:
-            kind = one.index.shape, one.index.dtype, one.index.device, one.weights is None
+            index = one.top_k_index
+            kind = index.shape, index.dtype, index.device, one.weights is None
             alike.setdefault((*kind, id(one.mask)), []).append(one)
         for found in alike.values():
             self._add(self._counted, found)
@@ -208,7 +209,9 @@ class ExpertLoad(Watcher):
     def _add(self, counted: Tensor, chosen: list[_Pending]) -> None:
         """Adds the choices of n layers with one T, K and mask: few launches, whatever n is."""
         mask = chosen[0].mask
-        index = torch.stack([one.index for one in chosen]).to(counted.device).long()  # [n, T, K]
+        index = (
+            torch.stack([one.top_k_index for one in chosen]).to(counted.device).long()
+        )  # [n, T, K]
         inside = (index >= 0) & (index < self._experts)
         place = torch.where(inside, index, self._experts) + self._firsts(counted.device, chosen)
         each = torch.ones_like(place)

@@ -12,7 +12,6 @@ from . import forwards
 from .layers import Call, Layer, Watcher, layers_of, watching
 from .recorded import Part, Routing, smallest
 
-
 _SMALL = 1 << 16
 """Choices of one layer that wait for the others' as they are: one conversion for all is faster."""
 
