@@ -492,7 +492,7 @@ COMPILED = _word(
 TRANSFORMERS = tested("transformers")
 CHECKPOINTS = (
     _word(
-        "transformers.modeling_layers:GradientCheckpointingLayer.__call__"
+        "transformers.modeling_utils:PreTrainedModel._set_gradient_checkpointing"
         "#_gradient_checkpointing_func",
         "What a layer checkpoints with: a forward that runs again has to take the same experts.",
         TRANSFORMERS,

@@ -122,21 +122,25 @@ def quantise(model: PreTrainedModel, format: str, linear: bool) -> None:
 
 
 def checked(
-    run: Run, name: str, make: Callable[[], PreTrainedModel]
+    run: Run,
+    name: str,
+    config: PreTrainedConfig,
+    make: Callable[[PreTrainedConfig], PreTrainedModel],
 ) -> PreTrainedModel | parity.ParityReport | None:
-    """What `make` builds; the report where the parity of its first block fails; None, with a note,
-    where it does not fit.
+    """What `make` makes of the config; the report where the parity of its first block fails; None,
+    with a note, where the model does not fit.
 
     Raises:
         UsageError: no block of it can be patched.
     """
     try:
         with run.busy(f"{name}: building"):
-            model = make()
+            model = make(config)
         with run.busy(f"{name}: parity"):
             report = parity.check_parity(model, blocks=1, backward=False)
     except torch.OutOfMemoryError as error:
-        run.notes.append(f"{name}: skipped, {short_of(error, 'the model')}: use --layers")
+        layers = f"{config.get_text_config().num_hidden_layers} layers"
+        run.notes.append(f"{name}: skipped, {short_of(error, layers)}: use --layers")
         return None
     except ValueError as error:  # no block of it can be patched
         raise UsageError(first_line(error)) from error
@@ -329,7 +333,7 @@ class Model(Timed):
             name += f", experts in {options.experts}" + ", linear layers in nf4" * options.linear
         name += ", Liger's loss" * options.liger_loss
 
-        def make() -> PreTrainedModel:
+        def make(config: PreTrainedConfig) -> PreTrainedModel:
             model = build(config)
             if options.experts:
                 quantise(model, options.experts, options.linear)
@@ -341,7 +345,7 @@ class Model(Timed):
                 apply_liger_kernel(model, {"fused_linear_cross_entropy": True} | others)
             return model
 
-        model = checked(run, name, make)
+        model = checked(run, name, config, make)
         if not isinstance(model, PreTrainedModel):
             return model
         todo = rows(options.tasks or DEFAULT)

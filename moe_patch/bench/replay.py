@@ -120,7 +120,7 @@ class Replay(Timed):
     """`bench replay`."""
 
     name = "replay"
-    help = "how much closer to a rollout a trainer is that replays its routing"
+    help = "how much closer to a rollout a replay brings a trainer"
     about = (
         f"A patched model of random weights generates {NEW} tokens after {PROMPT} in {SEQUENCES} "
         "sequences, and runs them again as a trainer does, in batches of another size."
@@ -139,7 +139,8 @@ class Replay(Timed):
 
     def measure(self, run: Run) -> ParityReport | None:
         options, name = run.options, run.options.config.stem
-        model = checked(run, name, lambda: build(read_config(options.config, options.layers)))
+        config = read_config(options.config, options.layers)
+        model = checked(run, name, config, build)
         if not isinstance(model, PreTrainedModel):
             return model
         patch(model)

@@ -79,7 +79,7 @@ class Watch(Timed):
     """`bench watch`."""
 
     name = "watch"
-    help = "what recording, replaying and counting choices of experts cost a forward"
+    help = "what recording, replaying and counting routing costs"
     about = "Of a whole patched model of random weights, after the parity of its first block."
 
     def arguments(self, flag: Flags, old: bool) -> None:
@@ -94,7 +94,8 @@ class Watch(Timed):
 
     def measure(self, run: Run) -> ParityReport | None:
         options, name = run.options, run.options.config.stem
-        model = checked(run, name, lambda: build(read_config(options.config, options.layers)))
+        config = read_config(options.config, options.layers)
+        model = checked(run, name, config, build)
         if not isinstance(model, PreTrainedModel):
             return model
         patch(model)

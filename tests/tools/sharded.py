@@ -345,6 +345,43 @@ def four_bits_under_ddp() -> None:
     assert_near(step(DistributedDataParallel(model)), truth)
 
 
+# Routing
+
+
+@check("tp", "ep", "fsdp_ep", "fsdp", quick=("ep", "fsdp_ep", "fsdp"))
+def routing_replayed(name: str) -> None:
+    """Every rank records what the whole model chooses, replays other experts as the whole model
+    does, gradients included, and counts them."""
+    if name == "fsdp_ep" and not newest():
+        return
+    folder = saved("qwen3_moe")
+    alone, model = load(folder), load(folder, **({} if name == "fsdp" else engine(name)))
+    if name == "fsdp":
+        fully_sharded(model, parts=True)
+    moe_patch.patch(model)
+    with torch.no_grad():
+        with moe_patch.record_routing(alone) as truth:
+            alone(ids(0))
+        with moe_patch.record_routing(model) as ours:
+            model(ids(0))
+    assert torch.equal(ours.top_k_index, truth.top_k_index)
+    others = (truth.top_k_index.long() + 1) % truth.num_experts
+    with moe_patch.replay_routing(alone, others):
+        expected = step(alone)
+    with (
+        moe_patch.replay_routing(model, others),
+        moe_patch.expert_load(model) as seen,
+        moe_patch.record_routing(model) as again,
+    ):
+        assert_near(step(model), expected)
+    assert torch.equal(again.top_k_index.long(), others)
+    counts = torch.stack([others[:, at].flatten().bincount(minlength=truth.num_experts)
+                          for at in range(LAYERS)])  # fmt: skip
+    assert torch.equal(seen.counts, counts) and not seen.dropped.any()
+    seen.all_reduce()
+    assert torch.equal(seen.counts, counts * WORLD)
+
+
 # What is refused
 
 
