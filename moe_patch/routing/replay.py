@@ -32,8 +32,9 @@ def replay_routing(
 
     Raises:
         TypeError: `model` is no nn.Module, `routing` neither a Routing nor a tensor.
-        ValueError: the routing is empty or another model's: other layers, experts or ids; the model
-            is being replayed already; in a forward: another K, or more tokens than are left.
+        ValueError: the routing is empty or another model's: other layers, experts or ids; it names
+            an expert twice for a token; the model is being replayed already; in a forward: another
+            K, or more tokens than are left.
         RuntimeError: in a forward, a router that does not choose by topk, or one that runs again
             after several forwards under a checkpoint that is not transformers' or torch's.
     """
@@ -152,4 +153,10 @@ def _check_experts(index: Tensor, routing: Routing, layers: list[Layer]) -> None
         raise ValueError(
             f"the routing has ids from {least} to {most}, and the model has {experts} experts a "
             "layer."
+        )
+    index = index[:, [not layer.by_tokens for layer in layers]]
+    if any(bool((index[..., by:] == index[..., :-by]).any()) for by in range(1, index.shape[2])):
+        raise ValueError(
+            "the routing names an expert twice for a token, which no router does: mask the tokens "
+            "whose choice is not known."
         )

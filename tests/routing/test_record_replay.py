@@ -317,7 +317,7 @@ def test_a_forward_that_skips_a_layer(device):
 
 def test_another_models_routing(device):
     model, ids = tiny_model("qwen3_moe", device), tokens(device, 1, 4)
-    good = torch.zeros(4, 2, 2, dtype=torch.int64)
+    good = torch.arange(2).repeat(4, 2, 1)
 
     def refused(routing, error, says, **more):
         with pytest.raises(error, match=says), replay_routing(model, routing, **more):
@@ -328,11 +328,14 @@ def test_another_models_routing(device):
     refused(Routing(good, num_experts=64), ValueError, "is of 64 experts a layer, and the model")
     refused(good[:, :, :1], ValueError, "has 1 experts a token, and the router of .* chooses 2")
     refused(good[:3], ValueError, "has 3 tokens, 0 of them were replayed, and a forward has 4")
-    refused(good + 8, ValueError, "ids from 8 to 8, and the model has 8 experts")
-    refused(good - 1, ValueError, "ids from -1 to -1, and the model")
+    refused(good + 8, ValueError, "ids from 8 to 9, and the model has 8 experts")
+    refused(good - 1, ValueError, "ids from -1 to 0, and the model")
+    refused(good * 0, ValueError, "names an expert twice for a token, which no router does: mask")
     refused(good[:0], ValueError, "the routing has no tokens: record one")
     refused([[0]], TypeError, "routing is a list: pass a Routing or a tensor")
     refused(good, ValueError, r"mask must be \[4\]", mask=torch.ones(2, dtype=torch.bool))
+    with replay_routing(model, good * 0, mask=torch.zeros(4, dtype=torch.bool)):
+        model(ids)
     with (
         pytest.warns(UserWarning, match="2 of the 6 tokens of a replayed routing were not"),
         replay_routing(model, torch.cat([good, good[:2]])),
@@ -342,7 +345,7 @@ def test_another_models_routing(device):
 
 def test_contexts_inside_contexts(device):
     model, ids = tiny_model("qwen3_moe", device), tokens(device)
-    for context in (record_routing, lambda m: replay_routing(m, torch.zeros(7, 2, 2).long())):
+    for context in (record_routing, lambda m: replay_routing(m, torch.arange(2).repeat(7, 2, 1))):
         with context(model):
             with (
                 pytest.raises(ValueError, match="the model is being re.*ed already: leave that"),
