@@ -58,7 +58,7 @@ FLOORS = tuple(
         parity.router parity.truth parity.block parity.compare parity.check parity""",
         "__init__",
         """bench bench.timing bench.routing bench.kind bench.block bench.lora bench.families
-        bench.fp8 bench.quant bench.model bench.watch bench.replay bench.distributed
+        bench.fp8 bench.quant bench.whole bench.model bench.watch bench.replay bench.distributed
         bench.scaling bench.picture bench.peers.compare bench.peers.experts
         bench.peers.quack bench.peers.liger bench.peers.deep_gemm bench.peers.peft bench.peers""",
         "tune.blocks tune.plan tune.measure tune",

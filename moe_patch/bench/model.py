@@ -14,17 +14,15 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import parity
 from ..formats.packed import FORMATS
 from ..patcher import patch, unpatch
 from ..quantise import quantize_experts
-from ..quantizer.config import METHOD
-from ..shapes import building
-from ..usage import UsageError
 from .kind import Flags, Run, Timed, add_files, add_layers, check_layers, need_peft
 from .timing import first_line, free, seconds, short_of
+from .whole import build, checked, read_config
 
 TASKS = ("prefill", "decode", "static", "lora-attention", "lora", "lora-reentrant")
 """One forward of a prompt; generation; generation with a static cache, which HF compiles; a step
@@ -55,46 +53,6 @@ class Rate:
     peak_gb: float | None = None
 
 
-def read_config(file: Path, layers: int | None = None) -> PreTrainedConfig:
-    """The config in that file, with its first `layers` layers only.
-
-    Raises:
-        ValueError: there is no such config, it has fewer layers, or its experts are in 4 bits.
-    """
-    if not file.is_file():
-        raise ValueError(f"no model config at {str(file)!r}: a config.json of transformers is read")
-    try:
-        config = AutoConfig.from_pretrained(str(file), trust_remote_code=False)
-    # a broken file raises whatever the class of its model_type raises
-    except Exception as error:
-        raise ValueError(
-            f"{file} is no config of this transformers: {first_line(error)}"
-        ) from error
-    found = getattr(config, "quantization_config", None) or {}
-    if isinstance(found, dict) and found.get("quant_method") == METHOD:
-        raise ValueError(
-            f"the experts of {file} are in 4 bits, and what reads this file measures 16 bits and "
-            "FP8: name the checkpoint that they were quantised from, or run bench quant"
-        )
-    text = config.get_text_config()
-    if layers is not None:
-        if not 1 <= layers <= text.num_hidden_layers:
-            raise ValueError(
-                f"{file} has {text.num_hidden_layers} layers, {layers} were asked for: use 1 to "
-                f"{text.num_hidden_layers}"
-            )
-        text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None):  # caches are made one for each
-            text.layer_types = text.layer_types[:layers]
-    return config
-
-
-def build(config: PreTrainedConfig, device: torch.device | str = "cuda") -> PreTrainedModel:
-    """The model with Hugging Face's own random initialisation, bfloat16, made on the device."""
-    with building(torch.bfloat16, torch.device(device), seed=0):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
 def quantise(model: PreTrainedModel, format: str, linear: bool) -> None:
     """Puts the experts in 4 bits with bfloat16 scales, and with `linear` all linear layers but the
     head in bitsandbytes' nf4.
@@ -119,32 +77,6 @@ def quantise(model: PreTrainedModel, format: str, linear: bool) -> None:
                 model.set_submodule(name, kept)
         model.is_loaded_in_4bit = True  # PEFT looks there
     free()
-
-
-def checked(
-    run: Run,
-    name: str,
-    config: PreTrainedConfig,
-    make: Callable[[PreTrainedConfig], PreTrainedModel],
-) -> PreTrainedModel | parity.ParityReport | None:
-    """What `make` makes of the config; the report where the parity of its first block fails; None,
-    with a note, where the model does not fit.
-
-    Raises:
-        UsageError: no block of it can be patched.
-    """
-    try:
-        with run.busy(f"{name}: building"):
-            model = make(config)
-        with run.busy(f"{name}: parity"):
-            report = parity.check_parity(model, blocks=1, backward=False)
-    except torch.OutOfMemoryError as error:
-        layers = f"{config.get_text_config().num_hidden_layers} layers"
-        run.notes.append(f"{name}: skipped, {short_of(error, layers)}: use --layers")
-        return None
-    except ValueError as error:  # no block of it can be patched
-        raise UsageError(first_line(error)) from error
-    return model if report.passed else report
 
 
 def rows(tasks: Sequence[str] = DEFAULT) -> list[tuple[str, int, int]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.table import Table
@@ -13,14 +11,12 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 
-from ..parity import ParityReport
-from ..patcher import patch
 from ..routing.record import record_routing
 from ..routing.recorded import Routing
 from ..routing.replay import replay_routing
 from ..usage import positive
-from .kind import Flags, Run, Timed, add_files, add_layers, check_layers
-from .model import build, checked, read_config
+from .kind import Flags, Run, add_files
+from .whole import OfPatched
 
 SEQUENCES, PROMPT, NEW = 16, 128, 64
 TRAINER = (1, 4, 16)
@@ -116,7 +112,7 @@ def _distance(truth: Tensor, logits: Tensor) -> tuple[float, float]:
     return (error / square) ** 0.5, kl / len(truth)
 
 
-class Replay(Timed):
+class Replay(OfPatched):
     """`bench replay`."""
 
     name = "replay"
@@ -127,29 +123,17 @@ class Replay(Timed):
     )
 
     def arguments(self, flag: Flags, old: bool) -> None:
-        flag("config", metavar="FILE", type=Path, help="a config.json of transformers")
-        add_layers(flag, "all")
+        super().arguments(flag, old)
         text = f"sequences of one of the trainer's batches; default: {' '.join(map(str, TRAINER))}"
         flag("--batch", nargs="+", type=positive, metavar="N", help=text)
         add_files(flag)
 
-    def refuse(self, options: argparse.Namespace) -> None:
-        check_layers(options.layers)
-        read_config(options.config, options.layers)
-
-    def measure(self, run: Run) -> ParityReport | None:
-        options, name = run.options, run.options.config.stem
-        config = read_config(options.config, options.layers)
-        model = checked(run, name, config, build)
-        if not isinstance(model, PreTrainedModel):
-            return model
-        patch(model)
+    def measure_patched(self, run: Run, name: str, model: PreTrainedModel) -> None:
         torch.manual_seed(0)
         with run.busy(f"{name}: rollout"):
             rolled = rollout(model, SEQUENCES, PROMPT, NEW)
-        for batch in run.each(options.batch or TRAINER, lambda batch: f"batches of {batch}"):
+        for batch in run.each(run.options.batch or TRAINER, lambda batch: f"batches of {batch}"):
             run.rows.append(closeness(model, name, rolled, batch))
-        return None
 
     def tables(self, rows: Sequence[Closeness]) -> Iterable[Table]:
         """One table: a line for each of the trainer's batches."""

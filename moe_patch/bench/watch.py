@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..parity import ParityReport
-from ..patcher import patch
 from ..routing.load import expert_load
 from ..routing.record import record_routing
 from ..routing.replay import replay_routing
 from ..usage import add_tokens
-from .kind import Flags, Run, Timed, add_files, add_layers, check_layers
-from .model import build, checked, read_config
+from .kind import Flags, Run, add_files
 from .timing import seconds
+from .whole import OfPatched
 
 TOKENS = (1, 64, 4096)
 ROUNDS = 9
@@ -75,7 +71,7 @@ def _forward(model: PreTrainedModel, ids: Tensor) -> None:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
 
 
-class Watch(Timed):
+class Watch(OfPatched):
     """`bench watch`."""
 
     name = "watch"
@@ -83,25 +79,13 @@ class Watch(Timed):
     about = "Of a whole patched model of random weights, after the parity of its first block."
 
     def arguments(self, flag: Flags, old: bool) -> None:
-        flag("config", metavar="FILE", type=Path, help="a config.json of transformers")
-        add_layers(flag, "all")
+        super().arguments(flag, old)
         add_tokens(flag, TOKENS)
         add_files(flag)
 
-    def refuse(self, options: argparse.Namespace) -> None:
-        check_layers(options.layers)
-        read_config(options.config, options.layers)
-
-    def measure(self, run: Run) -> ParityReport | None:
-        options, name = run.options, run.options.config.stem
-        config = read_config(options.config, options.layers)
-        model = checked(run, name, config, build)
-        if not isinstance(model, PreTrainedModel):
-            return model
-        patch(model)
-        for tokens in run.each(options.tokens or TOKENS, lambda tokens: f"{tokens} tokens"):
+    def measure_patched(self, run: Run, name: str, model: PreTrainedModel) -> None:
+        for tokens in run.each(run.options.tokens or TOKENS, lambda tokens: f"{tokens} tokens"):
             run.rows.append(cost(model, name, tokens))
-        return None
 
     def tables(self, rows: Sequence[Cost]) -> Iterable[Table]:
         """One table: a line for each number of tokens."""

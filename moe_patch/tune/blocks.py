@@ -13,8 +13,8 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from .. import shapes
 from ..activation import parse
 from ..bench.families import top_k_of
-from ..bench.model import read_config
 from ..bench.timing import first_line
+from ..bench.whole import read_config
 from ..recognise.eligibility import why_by_parts
 from ..recognise.gates import SILU, activation_of
 from ..recognise.parts import stored_transposed, up_name

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from moe_patch import parity
 from moe_patch.__main__ import main
 from moe_patch.bench import model as bench_model
 from moe_patch.bench import timing
-from moe_patch.bench.model import PROMPT, Rate, build, rate, read_config, rows
+from moe_patch.bench.model import PROMPT, Rate, rate, rows
+from moe_patch.bench.whole import build, read_config
 from moe_patch.commands import running
 from moe_patch.models.decorated import ExpertsConfig
 from moe_patch.parity import ParityReport, Row, Section
@@ -43,7 +45,7 @@ def test_the_real_config():
     assert (config.hidden_size, config.moe_intermediate_size) == (2048, 768)
     assert config.rope_parameters["rope_theta"] == 1e6 and config.norm_topk_prob
     with torch.device("meta"):
-        model = bench_model.AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in model.parameters()) == 30_532_122_624  # "30.5B"
 
 
@@ -210,7 +212,7 @@ def test_too_little_memory_is_a_note_and_so_is_a_failure_of_hugging_faces(
 def command(file, monkeypatch, capsys):
     """Runs it, with a model on the CPU, a parity check and rates that are made up."""
     report = ParityReport([Section("", "bfloat16", 8, [Row("output", True)])], "a card")
-    cpu_build = bench_model.build
+    cpu_build = build
     monkeypatch.setattr(running, "device", lambda: "cuda")
     monkeypatch.setattr(bench_model, "build", lambda config: cpu_build(config, "cpu"))
     monkeypatch.setattr(parity, "environment", lambda device: f"a card, {device}")

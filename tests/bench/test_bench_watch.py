@@ -8,8 +8,7 @@ from tiny import tiny_model
 
 from moe_patch import parity
 from moe_patch.__main__ import main
-from moe_patch.bench import model as bench_model
-from moe_patch.bench import replay, timing, watch
+from moe_patch.bench import replay, timing, watch, whole
 from moe_patch.commands import running
 from moe_patch.parity import ParityReport, Row, Section
 
@@ -65,9 +64,8 @@ def test_the_commands(model, kind, tmp_path, monkeypatch, capsys):
     """With a model on the CPU; a model whose parity fails has no rows."""
     file = tmp_path / "tiny.json"
     model.config.to_json_file(file)
-    cpu_build = bench_model.build
-    module = {"watch": watch, "replay": replay}[kind]
-    monkeypatch.setattr(module, "build", lambda config: cpu_build(config, "cpu").float())
+    cpu_build = whole.build
+    monkeypatch.setattr(whole, "build", lambda config: cpu_build(config, "cpu").float())
     monkeypatch.setattr(running, "device", lambda: "cuda")
     report = ParityReport([Section("", "bfloat16", 8, [Row("output", True)])], "a card")
     monkeypatch.setattr(parity, "environment", lambda device: f"a card, {device}")
