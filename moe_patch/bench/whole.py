@@ -66,8 +66,10 @@ def checked(
     config: PreTrainedConfig,
     make: Callable[[PreTrainedConfig], PreTrainedModel],
 ) -> PreTrainedModel | parity.ParityReport | None:
-    """What `make` makes of the config; the report where the parity of its first block fails; None,
-    with a note, where the model does not fit.
+    """Make the model and check its first block.
+
+    Returns:
+        the model; the report, where parity fails; None, with a note, where the model does not fit.
 
     Raises:
         UsageError: no block of it can be patched.

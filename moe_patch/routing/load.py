@@ -226,7 +226,7 @@ class ExpertLoad(Watcher):
             weighed.scatter_add_(0, place.flatten(), fixed.flatten())
 
     def _firsts(self, device: torch.device, chosen: list[_Pending]) -> Tensor:
-        """Where these layers' counts begin, int64 [n, 1, 1]."""
+        """First places of these layers among all counts, int64 [n, 1, 1]."""
         key = device, tuple(self._at[one.layer] for one in chosen)
         if key not in self._first:
             every = torch.arange(len(self._layers), device=device) * (self._experts + 1)
