@@ -20,7 +20,15 @@ from moe_patch.models import decorated, llama4
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32}
 
 
-@pytest.mark.parametrize("family, patched", (("qwen3_moe", True), ("llama4", False)))
+@pytest.mark.parametrize(
+    "family, patched",
+    (
+        ("qwen3_moe", True),
+        ("llama4", False),
+        pytest.param("qwen3_moe", False, marks=pytest.mark.gpu),
+        pytest.param("llama4", True, marks=pytest.mark.gpu),
+    ),
+)
 def test_blocks_pass(family, patched, device):
     block, _ = quantised(tiny_block(family, device))
     if patched:
