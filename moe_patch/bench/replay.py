@@ -16,7 +16,7 @@ from ..routing.recorded import Routing
 from ..routing.replay import replay_routing
 from ..usage import positive
 from .kind import Flags, Run, add_files
-from .whole import OfPatched
+from .whole import PatchedModel
 
 SEQUENCES, PROMPT, NEW = 16, 128, 64
 TRAINER = (1, 4, 16)
@@ -112,7 +112,7 @@ def _distance(truth: Tensor, logits: Tensor) -> tuple[float, float]:
     return (error / square) ** 0.5, kl / len(truth)
 
 
-class Replay(OfPatched):
+class Replay(PatchedModel):
     """`bench replay`."""
 
     name = "replay"

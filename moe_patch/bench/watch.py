@@ -19,7 +19,7 @@ from ..routing.replay import replay_routing
 from ..usage import add_tokens
 from .kind import Flags, Run, add_files
 from .timing import seconds
-from .whole import OfPatched
+from .whole import PatchedModel
 
 TOKENS = (1, 64, 4096)
 ROUNDS = 9
@@ -71,7 +71,7 @@ def _forward(model: PreTrainedModel, ids: Tensor) -> None:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
 
 
-class Watch(OfPatched):
+class Watch(PatchedModel):
     """`bench watch`."""
 
     name = "watch"

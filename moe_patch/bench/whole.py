@@ -88,7 +88,7 @@ def checked(
     return model if report.passed else report
 
 
-class OfPatched(Timed):
+class PatchedModel(Timed):
     """A kind of bench that patches a whole model of random weights, from its config.json."""
 
     def arguments(self, flag: Flags, old: bool) -> None:

@@ -209,9 +209,8 @@ class ExpertLoad(Watcher):
     def _add(self, counted: Tensor, chosen: list[_Pending]) -> None:
         """Adds the choices of n layers with one T, K and mask: few launches, whatever n is."""
         mask = chosen[0].mask
-        index = (
-            torch.stack([one.top_k_index for one in chosen]).to(counted.device).long()
-        )  # [n, T, K]
+        index = torch.stack([one.top_k_index for one in chosen])  # [n, T, K]
+        index = index.to(counted.device).long()
         inside = (index >= 0) & (index < self._experts)
         place = torch.where(inside, index, self._experts) + self._firsts(counted.device, chosen)
         each = torch.ones_like(place)

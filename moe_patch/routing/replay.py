@@ -154,7 +154,8 @@ def _check_experts(index: Tensor, routing: Routing, layers: list[Layer]) -> None
             f"the routing has ids from {least} to {most}, and the model has {experts} experts a "
             "layer."
         )
-    index = index[:, [not layer.by_tokens for layer in layers]]
+    if any(layer.by_tokens for layer in layers):  # their choice is not given
+        index = index[:, [not layer.by_tokens for layer in layers]]
     if any(bool((index[..., by:] == index[..., :-by]).any()) for by in range(1, index.shape[2])):
         raise ValueError(
             "the routing names an expert twice for a token, which no router does: mask the tokens "
