@@ -181,6 +181,7 @@ def _on_hopper(
         activation, inner=inner, k=hidden, stride_x=x.stride(0),
         top_k=len(order.row_to_slot) // len(x), weight_on_input=slot_weight is not None,
         save_pre=save_pre, group_m=tile.group_m, stages=tile.stages, right_turned=k_major,
+        listed=order.block_m,
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     start(

@@ -111,8 +111,9 @@ def _on_hopper(x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, tile:
     if x_box is None or w_box is None or out_box is None:
         return False
     start = _launch_on_hopper(
-        n=n, k=k, group_m=tile.group_m, stages=tile.stages, right_turned=k_major
-    )
+        n=n, k=k, group_m=tile.group_m, stages=tile.stages, right_turned=k_major,
+        listed=order.block_m,
+    )  # fmt: skip
     programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
     start(
         (programs,), x_box, w_box, out, out_box, order.num_tiles.new_zeros(1),

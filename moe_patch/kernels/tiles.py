@@ -36,7 +36,8 @@ three multiply larger ones.)"""
 @dataclass(frozen=True)
 class Tile:
     """One kernel configuration; `group_m` row tiles share a weight column before the next (L2).
-    With ROLES warps it is of a kernel in hopper/, as far as operands allow."""
+    With ROLES warps it is of a kernel in hopper/, as far as operands allow: `bm` is then the height
+    for which the order lists tiles, and the kernel's own are of 128 rows."""
 
     bm: int
     bn: int
@@ -190,7 +191,8 @@ def heuristic(product: Product) -> Tile:
         return fit(kernel, tile, n, dtype.itemsize, chip.shared)
     if _has_roles(product):
         bn = 128 if kernel == "gate_up" else 256
-        return fit(kernel, Tile(128, bn, 64, ROLES, 4), n, dtype.itemsize, chip.shared)
+        height = 128 if kernel.startswith("dw") else bm
+        return fit(kernel, Tile(height, bn, 64, ROLES, 4), n, dtype.itemsize, chip.shared)
     if kernel.startswith("dw"):
         bm = 64 if dtype == torch.float32 or chip.small else 128
     if dtype == torch.float32:
@@ -210,22 +212,30 @@ def heuristic(product: Product) -> Tile:
 
 
 def _has_roles(product: Product) -> bool:
-    """Whether a kernel in hopper/ is faster, as at every size that was measured: 64 to 1024 rows an
-    expert. Left out: fewer steps than its ring has stages, and a gate_up with many."""
+    """Whether a kernel in hopper/ is faster, as at every size that was measured: 64 to 4096 rows an
+    expert. Left out: fewer steps than its ring has stages, and long reductions, on whose way
+    programs drift apart (gate_up, tiles of 128 rows) or of which there are few (gemm, of 64)."""
     kernel, bm, rows, n, k, dtype, device, low_rank = product
     if not chips.chip(device).wgmma or dtype.itemsize != 2 or low_rank or not has_gluon():
         return False
+    if rows < 64:
+        return False
     if kernel == "dw_gathered":
-        return n >= 256 and rows >= 64
-    high = bm == 128 and k % 64 == 0 and k >= 256
-    return high and (
-        (kernel == "gemm" and n >= 256) or (kernel == "gate_up" and n >= 128 and k < 4096)
-    )
+        return n >= 256
+    if bm < 64 or k % 64 or k < 256:
+        return False
+    if kernel == "gate_up":
+        return n >= 128 and (bm == 64 or k < 6144)
+    return kernel == "gemm" and n >= 256 and (bm == 128 or k <= 4096)
 
 
 def without_roles(tile: Tile, stages: int) -> Tile:
     """The tile of the kernel for every chip instead, with so many stages."""
-    return replace(tile, warps=8, stages=stages) if tile.warps == ROLES else tile
+    if tile.warps != ROLES:
+        return tile
+    if tile.bm == 64:
+        return replace(tile, bn=min(tile.bn, 128), warps=4, stages=stages)
+    return replace(tile, warps=8, stages=stages)
 
 
 class Layout(NamedTuple):
@@ -329,13 +339,16 @@ def dot_precision(dtype: torch.dtype) -> str:
 def place(
     at, tile_expert, tile_row, ends,
     NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
+    LISTED: tl.constexpr = 0,
 ):  # fmt: skip
     """(expert, first row, the row after its last, column tile) of a program.
 
     Programs of one expert stand together: about GROUP_M of its row tiles walk the columns side by
     side, so that a weight comes from memory once. Low tiles are one or two an expert and need no
     groups. M_MAX > 0: masked, with expert e's rows from e * M_MAX on and their count in `ends`,
-    clamped to it; else rows are listed, and `ends` are an order's expert_offsets.
+    clamped to it; else tiles are listed, and `ends` are an order's expert_offsets. LISTED > 0: they
+    are listed for tiles of so many rows, BM or fewer. A program that higher tiles leave over has no
+    rows: its first is the expert's end.
     """
     if M_MAX > 0:
         NUM_M: tl.constexpr = (M_MAX + BM - 1) // BM
@@ -356,11 +369,16 @@ def place(
             tiles = (end - begin + BM - 1) // BM
             groups = tl.maximum((tiles + GROUP_M // 2) // GROUP_M, 1)
             height = (tiles + groups - 1) // groups
-            local = at - (listed - (row - begin) // BM) * NUM_N
+            local = at - (listed - (row - begin) // (LISTED or BM)) * NUM_N
+            left_over = local >= tiles * NUM_N
             above = local // (height * NUM_N) * height
             local = local % (height * NUM_N)
             height = tl.minimum(height, tiles - above)
+            if LISTED > 0:
+                height = tl.maximum(height, 1)
             first = begin + (above + local % height) * BM
+            if LISTED > 0:
+                first = tl.where(left_over, end, first)
             column = local // height
     return expert, first, end, column
 

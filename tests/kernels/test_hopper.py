@@ -39,14 +39,18 @@ def ours(monkeypatch):
 
 
 def random_order(draw, device, dtype):
-    """(the order of slots, tokens, choices): 200 to 900 rows an expert on average, and skewed."""
+    """(the order of slots, tokens, choices): 20 to 900 rows an expert on average, and skewed."""
     experts, top_k = draw.randint(1, 9), draw.choice((1, 2, 3))
-    tokens = max(1, experts * draw.randint(200, 900) // top_k)
+    tokens = max(1, experts * draw.randint(20, 900) // top_k)
     index = torch.rand(tokens, top_k) ** draw.choice((1, 1, 4)) * experts
     if draw.random() < 0.3:
         index[torch.rand(tokens, top_k) < 0.2] = experts  # dropped
-    order, _ = sort(index.long().to(device), experts, dtype, 128)
+    order, _ = sort(index.long().to(device), experts, dtype, draw.choice((64, 128)))
     return order, tokens, top_k
+
+
+def random_tile(draw, order, bn):
+    return Tile(order.block_m, bn, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
 
 
 def with_slack(draw, rows, columns, dtype, device):
@@ -68,7 +72,7 @@ def test_grouped_gemm(number, hopper, ours):
     weight = torch.randn(experts, n, k, device=hopper).to(dtype)
     if n_major:
         weight = weight.mT.contiguous().mT
-    tile = Tile(128, 256, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
+    tile = random_tile(draw, order, 256)
 
     def product(tile):
         out = torch.full((slots, n), 7.0, device=hopper, dtype=dtype)
@@ -103,7 +107,7 @@ def test_gate_up(number, hopper, ours):
         "save_pre": draw.random() < 0.7,
         "activation": draw.choice(("silu", "gelu_tanh", "silu 7.0 1.702 1.0 concatenated")),
     }
-    tile = Tile(128, 128, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
+    tile = random_tile(draw, order, 128)
 
     def product(tile):
         made = torch.full((slots, inner), 7.0, device=hopper, dtype=dtype)
@@ -189,28 +193,35 @@ def test_tiles_of_192_rows_leave_few_of_them_empty(m, gather_left, shape):
 
 
 @pytest.mark.parametrize(
-    "kernel, rows, n, k, dtype, low_rank, roles",
+    "kernel, bm, rows, n, k, dtype, low_rank, roles",
     [
-        ("gemm", 1024, 2048, 768, torch.bfloat16, False, True),
-        ("gemm", 1024, 2048, 1536, torch.float16, False, True),
-        ("gemm", 1024, 2048, 800, torch.bfloat16, False, False),
-        ("gemm", 1024, 2048, 768, torch.float32, False, False),
-        ("gemm", 1024, 2048, 768, torch.bfloat16, True, False),
-        ("gemm", 1024, 128, 768, torch.bfloat16, False, False),
-        ("dw_gathered", 1024, 768, 2048, torch.bfloat16, False, True),
-        ("dw_gathered", 64, 768, 2048, torch.bfloat16, False, True),
-        ("dw_gathered", 32, 768, 2048, torch.bfloat16, False, False),
-        ("dw", 1024, 768, 2048, torch.bfloat16, False, False),
-        ("gate_up", 1024, 768, 2048, torch.bfloat16, False, True),
-        ("gate_up", 1024, 128, 2048, torch.bfloat16, False, True),
-        ("gate_up", 1024, 2048, 7168, torch.bfloat16, False, False),
-        ("gate_up", 1024, 768, 2048, torch.bfloat16, True, False),
-        ("gate_up_w4", 1024, 768, 2048, torch.bfloat16, False, False),
+        ("gemm", 128, 1024, 2048, 768, torch.bfloat16, False, True),
+        ("gemm", 128, 1024, 2048, 1536, torch.float16, False, True),
+        ("gemm", 128, 1024, 2048, 800, torch.bfloat16, False, False),
+        ("gemm", 128, 1024, 2048, 768, torch.float32, False, False),
+        ("gemm", 128, 1024, 2048, 768, torch.bfloat16, True, False),
+        ("gemm", 128, 1024, 128, 768, torch.bfloat16, False, False),
+        ("dw_gathered", 128, 1024, 768, 2048, torch.bfloat16, False, True),
+        ("dw_gathered", 128, 64, 768, 2048, torch.bfloat16, False, True),
+        ("dw_gathered", 128, 32, 768, 2048, torch.bfloat16, False, False),
+        ("dw", 128, 1024, 768, 2048, torch.bfloat16, False, False),
+        ("gate_up", 128, 1024, 768, 2048, torch.bfloat16, False, True),
+        ("gate_up", 128, 1024, 128, 2048, torch.bfloat16, False, True),
+        ("gate_up", 128, 1024, 2048, 7168, torch.bfloat16, False, False),
+        ("gate_up", 128, 1024, 768, 2048, torch.bfloat16, True, False),
+        ("gate_up", 128, 256, 8192, 5120, torch.bfloat16, False, True),
+        ("gate_up", 64, 128, 2048, 7168, torch.bfloat16, False, True),
+        ("gate_up", 64, 64, 768, 2048, torch.float16, False, True),
+        ("gate_up", 64, 32, 768, 2048, torch.bfloat16, False, False),
+        ("gemm", 64, 64, 2048, 768, torch.bfloat16, False, True),
+        ("gemm", 64, 64, 5120, 8192, torch.bfloat16, False, False),
+        ("gemm", 64, 64, 2048, 768, torch.bfloat16, True, False),
+        ("gate_up_w4", 128, 1024, 768, 2048, torch.bfloat16, False, False),
     ],
 )
-def test_where_they_are_faster(monkeypatch, kernel, rows, n, k, dtype, low_rank, roles):
+def test_where_they_are_faster(monkeypatch, kernel, bm, rows, n, k, dtype, low_rank, roles):
     monkeypatch.setattr(tiles, "INTERPRET", False)
-    product = Product(kernel, 128, rows, n, k, dtype, CPU, low_rank)
+    product = Product(kernel, bm, rows, n, k, dtype, CPU, low_rank)
     for arch in (80, 89, 90, 100, 120):
         found = chips.nvidia(arch, 101_376 if arch in (89, 120) else 232_448)
         monkeypatch.setattr(chips, "chip", lambda device, found=found: found)
@@ -218,4 +229,8 @@ def test_where_they_are_faster(monkeypatch, kernel, rows, n, k, dtype, low_rank,
         assert (tile.warps == ROLES) == (roles and arch == 90), arch
     monkeypatch.setattr(chips, "chip", lambda device: H200)
     monkeypatch.setattr(tiles, "has_gluon", lambda: False)
-    assert tiles.heuristic(product).warps != ROLES
+    plain = tiles.heuristic(product)
+    assert plain.warps != ROLES
+    if roles and not kernel.startswith("dw"):
+        monkeypatch.setattr(tiles, "has_gluon", lambda: True)
+        assert tiles.without_roles(tiles.heuristic(product), plain.stages) == plain

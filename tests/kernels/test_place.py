@@ -18,43 +18,52 @@ from moe_patch.order import ExpertOrder
 def places_kernel(
     out, tile_expert, tile_row, ends,
     NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
-    expert, first, end, column = place(at, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M)
+    expert, first, end, column = place(
+        at, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M, LISTED
+    )
     tl.store(out + 4 * at, expert)
     tl.store(out + 4 * at + 1, first)
     tl.store(out + 4 * at + 2, end)
     tl.store(out + 4 * at + 3, column)
 
 
-def places(count, tile_expert, tile_row, ends, **sizes):
+def places(count, tile_expert, tile_row, ends, LISTED=0, **sizes):
     out = torch.full((max(count, 1), 4), -1, dtype=torch.int32, device=ends.device)
     if count:
-        places_kernel[(count,)](out, tile_expert, tile_row, ends, **sizes)
+        places_kernel[(count,)](out, tile_expert, tile_row, ends, LISTED=LISTED, **sizes)
     return [tuple(row) for row in out[:count].tolist()]
+
+
+def random_order(draw, bm, device):
+    """(rows of each expert, an order of tiles of bm rows)."""
+    sizes = [
+        draw.choice((0, draw.randint(1, bm), draw.randint(1, 40 * bm)))
+        for _ in range(draw.randint(1, 6))
+    ]
+    offsets = torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
+    slots = int(offsets[-1])
+    numel = ExpertOrder.numel(slots, len(sizes), bm)
+    buffer = torch.empty(numel, dtype=torch.int32, device=device)
+    return sizes, group_tiles(offsets, slots, bm, buffer)
 
 
 @pytest.mark.parametrize("number", range(40))
 def test_listed_rows(number, device):
     draw = random.Random(number)
-    experts, bm = draw.randint(1, 6), draw.choice((16, 64, 128))
+    bm = draw.choice((16, 64, 128))
     columns, group_m = draw.randint(1, 5), draw.choice((1, 2, 8))
-    sizes = [
-        draw.choice((0, draw.randint(1, bm), draw.randint(1, 40 * bm))) for _ in range(experts)
-    ]
-    offsets = torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
-    slots = int(offsets[-1])
-    numel = ExpertOrder.numel(slots, experts, bm)
-    buffer = torch.empty(numel, dtype=torch.int32, device=device)
-    order = group_tiles(offsets, slots, bm, buffer)
+    sizes, order = random_order(draw, bm, device)
     found = places(
         int(order.num_tiles) * columns, order.tile_expert, order.tile_row, order.expert_offsets,
         NUM_N=columns, M_MAX=0, BM=bm, GROUP_M=group_m,
     )  # fmt: skip
-    ends = offsets.tolist()
+    ends = order.expert_offsets.tolist()
     wanted = [
         (expert, first, ends[expert + 1], column)
-        for expert in range(experts)
+        for expert in range(len(sizes))
         for first in range(ends[expert], ends[expert + 1], bm)
         for column in range(columns)
     ]
@@ -72,6 +81,29 @@ def test_listed_rows(number, device):
         heights = [-(-count // max((count + group_m // 2) // group_m, 1)) for count in tiles]
         assert longest == max(1, *heights)
         assert all(height <= group_m + group_m // 2 for height in heights)
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_tiles_higher_than_listed(number, device):
+    """Every high tile once, in groups, and programs that are left over have no rows."""
+    draw = random.Random(number)
+    listed, bm = draw.choice(((64, 128), (128, 128), (64, 192)))
+    columns, group_m = draw.randint(1, 5), draw.choice((1, 2, 8))
+    sizes, order = random_order(draw, listed, device)
+    found = places(
+        int(order.num_tiles) * columns, order.tile_expert, order.tile_row, order.expert_offsets,
+        NUM_N=columns, M_MAX=0, BM=bm, GROUP_M=group_m, LISTED=listed,
+    )  # fmt: skip
+    ends = order.expert_offsets.tolist()
+    wanted = [
+        (expert, first, ends[expert + 1], column)
+        for expert in range(len(sizes))
+        for first in range(ends[expert], ends[expert + 1], bm)
+        for column in range(columns)
+    ]
+    assert sorted(place for place in found if place[1] < place[2]) == sorted(wanted)
+    assert all(place[1] <= place[2] for place in found)
+    assert [place[0] for place in found] == sorted(place[0] for place in found)
 
 
 def test_masked_rows(device):

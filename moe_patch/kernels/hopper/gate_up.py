@@ -15,10 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...compat import gluon_copy, gluon_load
 from ..activate import glu
-from ..tiles import place
 from .ring import BK, multiply, pass_over, ring_of, wait_empty
 from .stores import in_halves, staged_for, store_box
-from .turns import take, told, turns_of
+from .turns import own, take, tell, tiles_of, told, turns_of
 
 async_load, copy = gluon_load(), gluon_copy()
 WIDTH = gl.constexpr(128)
@@ -39,21 +38,13 @@ class Plan(NamedTuple):
     stages: int
     right_turned: bool
     """The weight's reduction is contiguous in memory; else its columns are."""
+    listed: int
+    """Rows of a tile in the order's list: 128 or 64."""
     bm: int = 128
     bn: int = 256
     parts: int = 2
     left_turned: bool = False
     copied: bool = True
-
-
-class Order(NamedTuple):
-    """An ExpertOrder inside a kernel; `total` tiles."""
-
-    row_to_slot: Any
-    expert_offsets: Any
-    tile_expert: Any
-    tile_row: Any
-    total: Any
 
 
 class Result(NamedTuple):
@@ -67,54 +58,79 @@ class Result(NamedTuple):
     staged: Any
 
 
-@gluon.jit
-def _place(at, order, PLAN: gl.constexpr):
-    NUM_N: gl.constexpr = (PLAN.inner + WIDTH - 1) // WIDTH
-    return place(
-        at, order.tile_expert, order.tile_row, order.expert_offsets,
-        NUM_N, 0, PLAN.bm, PLAN.group_m,
-    )  # fmt: skip
+@gluon.constexpr_function
+def _rows_layout():
+    """[64, 64] of x: a thread copies 16 bytes of a row at a time, eight of them a row."""
+    return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
 
 @gluon.jit
-def _produce(x, w, order, ring, turns, PLAN: gl.constexpr):
-    by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    local = gl.arange(0, 64, gl.SliceLayout(1, by))
+def _find(row_to_slot, tokens, turn, first, end, PLAN: gl.constexpr):
+    """Keeps which rows of x a tile's are; past the end: some token's."""
+    PARTS: gl.constexpr = PLAN.parts
+    local = gl.arange(0, 64, gl.SliceLayout(1, _rows_layout()))
+    for part in gl.static_range(PARTS):
+        rows = first + 64 * part + local
+        slot = gl.load(row_to_slot + rows, mask=rows < end, other=0)
+        tokens.index(turn % 2 * PARTS + part).store(slot // PLAN.top_k)
+
+
+@gluon.jit
+def _load(
+    x, w, ring, tokens, turn, step, expert, first, end, n,
+    FROM: gl.constexpr, TO: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """Brings columns FROM ... TO of a tile's operands, without parts past the expert's end."""
+    PARTS: gl.constexpr = PLAN.parts
+    by: gl.constexpr = _rows_layout()
     columns = gl.expand_dims(gl.arange(0, BK, gl.SliceLayout(0, by)), 0)
+    parts = (gl.minimum(end - first, PLAN.bm) + 63) // 64
+    for count in gl.static_range(1, PARTS + 1):
+        if parts == count:
+            for k in range(FROM, TO, BK):
+                stage = wait_empty(ring, step + (k - FROM) // BK, PLAN)
+                full = ring.full.index(stage)
+                right = ring.right.index(stage)
+                mbarrier.expect(full, 2 * WIDTH * BK * 2)
+                if PLAN.right_turned:
+                    row = expert * (2 * PLAN.inner) + n
+                    async_load(w, [row, k], full, right.slice(0, WIDTH, dim=0))
+                    async_load(w, [row + PLAN.inner, k], full, right.slice(WIDTH, WIDTH, dim=0))
+                else:
+                    row = expert * PLAN.k + k
+                    async_load(w, [row, n], full, right.slice(0, WIDTH, dim=1))
+                    async_load(w, [row, n + PLAN.inner], full, right.slice(WIDTH, WIDTH, dim=1))
+                for part in gl.static_range(count):
+                    token = tokens.index(turn % 2 * PARTS + part).load(gl.SliceLayout(1, by))
+                    source = gl.expand_dims(token.to(gl.int64) * PLAN.stride_x, 1)
+                    copy(ring.left.index(PARTS * stage + part), x + source + columns + k)
+                async_copy.mbarrier_arrive(full, increment_count=False)
+    return step + (TO - FROM) // BK
+
+
+@gluon.jit
+def _produce(x, w, row_to_slot, tokens, tiles, ring, turns, PLAN: gl.constexpr):
+    NUM_N: gl.constexpr = (PLAN.inner + WIDTH - 1) // WIDTH
+    FILLED: gl.constexpr = min(PLAN.stages * BK, PLAN.k)
     step, turn = 0, 0
-    at = gl.program_id(0)
-    while at < order.total:
-        expert, first, end, column = _place(at, order, PLAN)
-        at = take(turns, turn)
-        turn += 1
-        upper, lower = first + local, first + 64 + local  # rows past the end: some token's
-        upper = gl.load(order.row_to_slot + upper, mask=upper < end, other=0) // PLAN.top_k
-        lower = gl.load(order.row_to_slot + lower, mask=lower < end, other=0) // PLAN.top_k
-        upper = x + gl.expand_dims(upper.to(gl.int64) * PLAN.stride_x, 1) + columns
-        lower = x + gl.expand_dims(lower.to(gl.int64) * PLAN.stride_x, 1) + columns
+    tell(turns, 0, gl.program_id(0), tiles, NUM_N, PLAN)
+    expert, first, end, column = own(turns, 0)
+    _find(row_to_slot, tokens, 0, first, end, PLAN)
+    while end > 0:
         n = column * WIDTH
-        for k in range(0, PLAN.k, BK):
-            stage = wait_empty(ring, step, PLAN)
-            full = ring.full.index(stage)
-            right = ring.right.index(stage)
-            mbarrier.expect(full, 2 * WIDTH * BK * 2)
-            if PLAN.right_turned:
-                row = expert * (2 * PLAN.inner) + n
-                async_load(w, [row, k], full, right.slice(0, WIDTH, dim=0))
-                async_load(w, [row + PLAN.inner, k], full, right.slice(WIDTH, WIDTH, dim=0))
-            else:
-                row = expert * PLAN.k + k
-                async_load(w, [row, n], full, right.slice(0, WIDTH, dim=1))
-                async_load(w, [row, n + PLAN.inner], full, right.slice(WIDTH, WIDTH, dim=1))
-            copy(ring.left.index(2 * stage), upper + k)
-            copy(ring.left.index(2 * stage + 1), lower + k)
-            async_copy.mbarrier_arrive(full, increment_count=False)
-            step += 1
+        step = _load(x, w, ring, tokens, turn, step, expert, first, end, n, 0, FILLED, PLAN)
+        # the ring is full: there is time to ask for the next tile and its rows
+        tell(turns, turn + 1, take(turns), tiles, NUM_N, PLAN)
+        _, below, limit, _ = own(turns, turn + 1)
+        _find(row_to_slot, tokens, turn + 1, below, limit, PLAN)
+        step = _load(x, w, ring, tokens, turn, step, expert, first, end, n, FILLED, PLAN.k, PLAN)
+        turn += 1
+        expert, first, end, column = own(turns, turn)
 
 
 @gluon.jit
 def _store(
-    acc, result, slot_weight, order, first, end, column,
+    acc, result, slot_weight, row_to_slot, first, end, column,
     PART: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """Writes 64 columns after 64: the sums, if they are kept, and what they become."""
@@ -136,7 +152,7 @@ def _store(
             )  # fmt: skip
         if PLAN.weight_on_input:
             rows = first + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
-            slot = gl.load(order.row_to_slot + rows, mask=rows < end, other=0)
+            slot = gl.load(row_to_slot + rows, mask=rows < end, other=0)
             scale = gl.expand_dims(gl.load(slot_weight + slot).to(gl.float32), 1)
             gate *= scale
             up *= scale
@@ -148,23 +164,24 @@ def _store(
 
 @gluon.jit
 def _consume(
-    result, slot_weight, order, ring, turns,
-    PART: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
+    result, slot_weight, row_to_slot, ring, turns,
+    ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = PLAN.k // BK
     step, turn = 0, 0
-    at = gl.program_id(0)
-    while at < order.total:
-        _, first, end, column = _place(at, order, PLAN)
-        first += PART * 64
+    first, end, column = told(turns, 0)
+    while end > 0:
+        part = (turn + ME) % PLAN.parts  # of short tiles each warpgroup gets its share
+        first += part * 64
         read = gl.where(first < end, STEPS, 0)
-        acc = multiply(ring, step, read, PART, PLAN)  # [64, 128 of the gate and 128 of up]
+        acc = multiply(ring, step, read, part, PLAN)  # [64, 128 of the gate and 128 of up]
         pass_over(ring, step, STEPS - read, PLAN)
         step += STEPS
         if first < end:
-            _store(acc, result, slot_weight, order, first, end, column * WIDTH, PART, PLAN, GATE)
-        at = told(turns, turn)
+            n = column * WIDTH
+            _store(acc, result, slot_weight, row_to_slot, first, end, n, ME, PLAN, GATE)
         turn += 1
+        first, end, column = told(turns, turn)
     tma.store_wait(0)
 
 
@@ -177,16 +194,19 @@ def gate_up_hopper_kernel(
     """x [T, K] with K a multiple of 64; w as boxes [128, 64] of [E * 2I, K] or [64, 128] of
     [E * K, 2I]; act [S, I] and pre [S, 2I], and as boxes [64, 64] act and both halves of pre;
     `taken` is one zero."""
-    total = gl.load(num_tiles) * ((PLAN.inner + WIDTH - 1) // WIDTH)
-    order = Order(row_to_slot, expert_offsets, tile_expert, tile_row, total)
+    NUM_N: gl.constexpr = (PLAN.inner + WIDTH - 1) // WIDTH
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N)
     ring, turns = ring_of(act.dtype.element_ty, PLAN), turns_of(taken, PLAN)
     staged = staged_for(act.dtype.element_ty, PLAN)
     result = Result(act, act_box, pre, gate_box, up_box, staged)
+    PARTS: gl.constexpr = PLAN.parts
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tokens = gl.allocate_shared_memory(gl.int32, [2 * PARTS, 64], plain)  # two tiles' rows
     gl.warp_specialize(
         [
-            (_consume, (result, slot_weight, order, ring, turns, 0, PLAN, GATE)),
-            (_consume, (result, slot_weight, order, ring, turns, 1, PLAN, GATE)),
-            (_produce, (x, w, order, ring, turns, PLAN)),
+            (_consume, (result, slot_weight, row_to_slot, ring, turns, 0, PLAN, GATE)),
+            (_consume, (result, slot_weight, row_to_slot, ring, turns, 1, PLAN, GATE)),
+            (_produce, (x, w, row_to_slot, tokens, tiles, ring, turns, PLAN)),
         ],
         [4, 4],
         [224, 56],

@@ -1,24 +1,23 @@
 """grouped_gemm for Hopper: rows in expert order, as they lie, and weights of their dtype.
 
 A tile is 128 rows of one expert by 256 columns. One warpgroup loads it through TMA, two multiply 64
-rows each, and not if all of theirs are past the expert's end. As many programs as the chip has
-multiprocessors share the tiles: whoever is free takes the next, so that the tiles at work lie close
-together and their operands in the L2 cache.
+rows each. Where all 64 are past the expert's end, they are neither loaded nor multiplied. As many
+programs as the chip has multiprocessors share the tiles: whoever is free takes the next, so that
+the tiles at work lie close together and their operands in the L2 cache.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...compat import gluon_load
-from ..tiles import place
 from .ring import BK, multiply, pass_over, ring_of, wait_empty
 from .stores import staged_for, store_boxes
-from .turns import take, told, turns_of
+from .turns import own, take, tell, tiles_of, told, turns_of
 
 async_load = gluon_load()
 
@@ -32,6 +31,8 @@ class Plan(NamedTuple):
     stages: int
     right_turned: bool
     """The weight's reduction is contiguous in memory; else its columns are."""
+    listed: int
+    """Rows of a tile in the order's list: 128 or 64."""
     bm: int = 128
     bn: int = 256
     parts: int = 2
@@ -39,63 +40,63 @@ class Plan(NamedTuple):
     copied: bool = False
 
 
-class Order(NamedTuple):
-    """An ExpertOrder inside a kernel; `total` tiles."""
-
-    expert_offsets: Any
-    tile_expert: Any
-    tile_row: Any
-    total: Any
+@gluon.jit
+def _load(
+    x, w, ring, step, expert, first, end, n,
+    FROM: gl.constexpr, TO: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """Brings columns FROM ... TO of a tile's operands, without parts past the expert's end."""
+    PARTS: gl.constexpr = PLAN.parts
+    parts = (gl.minimum(end - first, PLAN.bm) + 63) // 64
+    for count in gl.static_range(1, PARTS + 1):
+        if parts == count:
+            for k in range(FROM, TO, BK):
+                stage = wait_empty(ring, step + (k - FROM) // BK, PLAN)
+                full = ring.full.index(stage)
+                mbarrier.expect(full, (PLAN.bn + 64 * count) * BK * 2)
+                if PLAN.right_turned:
+                    async_load(w, [expert * PLAN.n + n, k], full, ring.right.index(stage))
+                else:
+                    async_load(w, [expert * PLAN.k + k, n], full, ring.right.index(stage))
+                for part in gl.static_range(count):
+                    left = ring.left.index(PARTS * stage + part)
+                    async_load(x, [first + 64 * part, k], full, left)
+    return step + (TO - FROM) // BK
 
 
 @gluon.jit
-def _place(at, order, PLAN: gl.constexpr):
+def _produce(x, w, tiles, ring, turns, PLAN: gl.constexpr):
     NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
-    return place(
-        at, order.tile_expert, order.tile_row, order.expert_offsets,
-        NUM_N, 0, PLAN.bm, PLAN.group_m,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _produce(x, w, order, ring, turns, PLAN: gl.constexpr):
+    FILLED: gl.constexpr = min(PLAN.stages * BK, PLAN.k)
     step, turn = 0, 0
-    at = gl.program_id(0)
-    while at < order.total:
-        expert, first, _, column = _place(at, order, PLAN)
-        at = take(turns, turn)
-        turn += 1
+    tell(turns, 0, gl.program_id(0), tiles, NUM_N, PLAN)
+    expert, first, end, column = own(turns, 0)
+    while end > 0:
         n = column * PLAN.bn
-        for k in range(0, PLAN.k, BK):
-            stage = wait_empty(ring, step, PLAN)
-            full = ring.full.index(stage)
-            mbarrier.expect(full, (PLAN.bm + PLAN.bn) * BK * 2)
-            if PLAN.right_turned:
-                async_load(w, [expert * PLAN.n + n, k], full, ring.right.index(stage))
-            else:
-                async_load(w, [expert * PLAN.k + k, n], full, ring.right.index(stage))
-            async_load(x, [first, k], full, ring.left.index(2 * stage))
-            async_load(x, [first + 64, k], full, ring.left.index(2 * stage + 1))
-            step += 1
+        step = _load(x, w, ring, step, expert, first, end, n, 0, FILLED, PLAN)
+        turn += 1  # the ring is full: there is time to ask for the next tile
+        tell(turns, turn, take(turns), tiles, NUM_N, PLAN)
+        step = _load(x, w, ring, step, expert, first, end, n, FILLED, PLAN.k, PLAN)
+        expert, first, end, column = own(turns, turn)
 
 
 @gluon.jit
-def _consume(out, box, staged, order, ring, turns, PART: gl.constexpr, PLAN: gl.constexpr):
+def _consume(out, box, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
     STEPS: gl.constexpr = PLAN.k // BK
     step, turn = 0, 0
-    at = gl.program_id(0)
-    while at < order.total:
-        _, first, end, column = _place(at, order, PLAN)
-        first += PART * 64
+    first, end, column = told(turns, 0)
+    while end > 0:
+        part = (turn + ME) % PLAN.parts  # of short tiles each warpgroup gets its share
+        first += part * 64
         read = gl.where(first < end, STEPS, 0)
-        acc = multiply(ring, step, read, PART, PLAN)
+        acc = multiply(ring, step, read, part, PLAN)
         pass_over(ring, step, STEPS - read, PLAN)
         step += STEPS
         if first < end:
             n = column * PLAN.bn
-            store_boxes(acc, out, box, staged, first, end, n, PLAN.n, PLAN.n, False, PART)
-        at = told(turns, turn)
+            store_boxes(acc, out, box, staged, first, end, n, PLAN.n, PLAN.n, False, ME)
         turn += 1
+        first, end, column = told(turns, turn)
     tma.store_wait(0)
 
 
@@ -105,15 +106,15 @@ def gemm_hopper_kernel(
 ):
     """x [S, K] as boxes [64, 64]; w as boxes [256, 64] of [E * N, K] or [64, 256] of [E * K, N],
     with K a multiple of 64; out [S, N] as it is, and as boxes [64, 64]; `taken` is one zero."""
-    total = gl.load(num_tiles) * ((PLAN.n + PLAN.bn - 1) // PLAN.bn)
-    order = Order(expert_offsets, tile_expert, tile_row, total)
+    NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N)
     ring, turns = ring_of(out.dtype.element_ty, PLAN), turns_of(taken, PLAN)
     staged = staged_for(out.dtype.element_ty, PLAN)
     gl.warp_specialize(
         [
-            (_consume, (out, box, staged, order, ring, turns, 0, PLAN)),
-            (_consume, (out, box, staged, order, ring, turns, 1, PLAN)),
-            (_produce, (x, w, order, ring, turns, PLAN)),
+            (_consume, (out, box, staged, ring, turns, 0, PLAN)),
+            (_consume, (out, box, staged, ring, turns, 1, PLAN)),
+            (_produce, (x, w, tiles, ring, turns, PLAN)),
         ],
         [4, 4],
         [224, 56],

@@ -70,8 +70,8 @@ def wait_empty(ring, step, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def multiply(ring, step, steps, PART: gl.constexpr, PLAN: gl.constexpr):
-    """Sums [bm / parts, bn] over `steps` stages from `step` on, of the left operand's PART."""
+def multiply(ring, step, steps, part, PLAN: gl.constexpr):
+    """Sums [bm / parts, bn] over `steps` stages from `step` on, of a part of the left operand."""
     BN: gl.constexpr = PLAN.bn
     # four warpgroups begin with 128 registers each, too few for an instruction with 256 columns
     WIDTH: gl.constexpr = 128 if PLAN.parts == 3 else BN
@@ -82,7 +82,7 @@ def multiply(ring, step, steps, PART: gl.constexpr, PLAN: gl.constexpr):
         mbarrier.wait(ring.full.index(stage), ((step + i) // PLAN.stages) & 1)
         if PLAN.copied:  # cp.async writes as threads do, and wgmma reads as TMA does
             fence_async_shared()
-        left = ring.left.index(PLAN.parts * stage + PART)
+        left = ring.left.index(PLAN.parts * stage + part)
         right = ring.right.index(stage)
         if PLAN.left_turned:
             left = left.permute((1, 0))

@@ -2,6 +2,9 @@
 
 So tiles that take long are no one program's, and those at work lie close together, with their
 operands in the L2 cache. The order in which tiles are done changes no bit of them.
+
+An order may list lower tiles than a kernel has. An expert has a turn for each tile that is listed.
+The producer passes over turns that the kernel's higher tiles leave, and tells nobody.
 """
 
 from __future__ import annotations
@@ -12,22 +15,41 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..tiles import place
+
+
+class Tiles(NamedTuple):
+    """An ExpertOrder's tiles inside a kernel, and how many turns they are."""
+
+    expert_offsets: Any
+    tile_expert: Any
+    tile_row: Any
+    total: Any
+
 
 class Turns(NamedTuple):
-    """The producer takes a tile for its program and tells the others through two slots."""
+    """The producer takes a tile for its program and tells the others through two slots, so that
+    nobody else waits for global memory."""
 
     taken: Any
-    """How many tiles are, besides the first of every program; in global memory."""
+    """How many turns are taken, besides the first of every program; in global memory."""
     slot: Any
+    """Two of: expert, first row, the row after the expert's last, column tile."""
     full: Any
     empty: Any
+
+
+@gluon.jit
+def tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N: gl.constexpr):
+    """Tiles with NUM_N columns of them."""
+    return Tiles(expert_offsets, tile_expert, tile_row, gl.load(num_tiles) * NUM_N)
 
 
 @gluon.jit
 def turns_of(taken, PLAN: gl.constexpr):
     """Turns with their barriers ready; `taken` is one zero in global memory."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slot = gl.allocate_shared_memory(gl.int32, [2, 1], layout)
+    slot = gl.allocate_shared_memory(gl.int32, [8, 1], layout)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -37,21 +59,53 @@ def turns_of(taken, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def take(turns, turn):
-    """The next tile, told to the others."""
-    at = gl.num_programs(0) + gl.atomic_add(turns.taken, 1, sem="relaxed")
+def take(turns):
+    """The next turn."""
+    return gl.num_programs(0) + gl.atomic_add(turns.taken, 1, sem="relaxed")
+
+
+@gluon.jit
+def tell(turns, turn, at, tiles, NUM_N: gl.constexpr, PLAN: gl.constexpr):
+    """Tells which tile the program's `turn` is: that of turn `at` of all, or of the next that has
+    rows. The row after the last is 0 if there is none."""
+    expert, first, end, column = 0, 0, 0, 0
+    while at < tiles.total:
+        expert, first, end, column = place(
+            at, tiles.tile_expert, tiles.tile_row, tiles.expert_offsets,
+            NUM_N, 0, PLAN.bm, PLAN.group_m, PLAN.listed,
+        )  # fmt: skip
+        if first < end:
+            at = tiles.total
+        else:
+            end = 0
+            at = take(turns)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(turns.empty.index(turn % 2), (turn // 2) & 1 ^ 1)
-    turns.slot.index(turn % 2).store(gl.full([1], at, gl.int32, one))
+    to = turn % 2 * 4
+    turns.slot.index(to).store(gl.full([1], expert, gl.int32, one))
+    turns.slot.index(to + 1).store(gl.full([1], first, gl.int32, one))
+    turns.slot.index(to + 2).store(gl.full([1], end, gl.int32, one))
+    turns.slot.index(to + 3).store(gl.full([1], column, gl.int32, one))
     mbarrier.arrive(turns.full.index(turn % 2), count=1)
-    return at
+
+
+@gluon.jit
+def _read(turns, at):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(turns.slot.index(at).load(one), axis=0)
+
+
+@gluon.jit
+def own(turns, turn):
+    """(expert, first row, the row after the expert's last, column tile), for the producer."""
+    at = turn % 2 * 4
+    return _read(turns, at), _read(turns, at + 1), _read(turns, at + 2), _read(turns, at + 3)
 
 
 @gluon.jit
 def told(turns, turn):
-    """The tile that the producer took."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    """(first row, the row after the expert's last, column tile), for the others."""
     mbarrier.wait(turns.full.index(turn % 2), (turn // 2) & 1)
-    at = gl.max(turns.slot.index(turn % 2).load(one), axis=0)
+    _, first, end, column = own(turns, turn)
     mbarrier.arrive(turns.empty.index(turn % 2), count=1)
-    return at
+    return first, end, column
