@@ -22,18 +22,27 @@ from moe_patch.__main__ import main
 from moe_patch.bench import fp8, lora, peers
 from moe_patch.bench import routing as routed
 from moe_patch.bench.kind import Run
-from moe_patch.bench.peers import compare, deep_gemm, experts, liger, peft, quack
+from moe_patch.bench.peers import (
+    compare,
+    deep_gemm,
+    experts,
+    grouped_nf4,
+    liger,
+    peft,
+    quack,
+)
 from moe_patch.bench.peers.compare import Case, Compared, Peer, PeerTiming
 from moe_patch.bench.timing import OURS, Spread
 from moe_patch.commands import running
+from moe_patch.formats.packed import Packed, dequantize
 from moe_patch.parity import ParityReport, Row, Section
 from moe_patch.shapes import find
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 
 
-def case(tokens=40, routing="uniform"):
-    size = find("tiny_qwen3")
+def case(tokens=40, routing="uniform", **sizes):
+    size = replace(find("tiny_qwen3"), **sizes)
     return Case("tiny_qwen3", size, tokens, routing, routed.choices(routing, size, tokens))
 
 
@@ -164,6 +173,36 @@ def test_liger_computes_what_we_do(install, timed, dtype, routing):
         assert all(0 < t.error < 8 * torch.finfo(dtype).eps for t in found.timings)
 
 
+def in_groups(rows, codes, scales, sizes, ids, turned):
+    """Rows of sorted groups times an expert's weight each, in bitsandbytes' layout."""
+    assert all(sizes) and ids.dtype == torch.int32
+    ours = (codes << 4 | codes >> 4).contiguous()
+    weight = dequantize(Packed(ours, scales, None, "nf4"), rows.dtype)
+    weight = weight if turned else weight.mT
+    parts = zip(rows.split(list(sizes)), ids.tolist(), strict=True)
+    return torch.cat([part @ weight[expert] for part, expert in parts])
+
+
+@dtypes
+@pytest.mark.parametrize("routing", ["uniform", "hot"])
+def test_grouped_nf4_computes_what_we_do(install, timed, dtype, routing):
+    install(
+        "nf4_grouped", gemm_4bit_grouped=functools.partial(in_groups, turned=False),
+        dgrad_4bit_grouped=functools.partial(in_groups, turned=True),
+    )  # fmt: skip
+    of = on_cpu(dtype, intermediate_size=64, routing=routing)
+    rows = list(grouped_nf4.comparisons("here", of))
+    assert len(rows) == 5 and timed == []
+    for row in rows:
+        found = compare.compare(row, "it", seconds=9)
+        assert found.report is None and not found.notes, (str(found.report), found.notes)
+        assert all(0 < t.error < 8 * torch.finfo(dtype).eps for t in found.timings), row.name
+    assert [row.flops / rows[1].flops for row in rows] == [2, 1, 1, 2, 3]
+    assert timed == [[OURS, "it"]] * 5
+    (found,) = grouped_nf4.compared(case(), 9)
+    assert not found.timings and "grouped-nf4-gemm left out" in found.notes[0]
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_deep_gemm_computes_what_we_do(install, timed, masked):
     groups, m, n, k, count = 2, 128, 128, 256, 48
@@ -220,7 +259,7 @@ def test_peft_s_row_is_bench_lora_s(monkeypatch):
 def test_ours_holds_at_real_sizes():
     size = find("qwen3_30b")
     here = Case("qwen3_30b", size, 1024, "zipf", routed.choices("zipf", size, 1024))
-    for module in (quack, liger):
+    for module in (quack, liger, grouped_nf4):
         for row in module.comparisons("here", experts.drawn(here)):
             found = compare.compare(replace(row, theirs=raises), "it", seconds=9, budget_ms=20)
             assert found.report is None and len(found.timings) == 1, str(found.report)

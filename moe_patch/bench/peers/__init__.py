@@ -23,10 +23,13 @@ from ...usage import add_shape, add_tokens, positive
 from .. import routing as routed
 from ..kind import Flags, Run, Timed, add_files
 from ..timing import OURS, free, short_of
-from . import deep_gemm, liger, peft, quack
+from . import deep_gemm, grouped_nf4, liger, peft, quack
 from .compare import Case, Compared, LostDevice, Peer, PeerTiming, why
 
-PEERS = {peer.name: peer for peer in (quack.PEER, liger.PEER, deep_gemm.PEER, peft.PEER)}
+PEERS = {
+    peer.name: peer
+    for peer in (quack.PEER, liger.PEER, deep_gemm.PEER, peft.PEER, grouped_nf4.PEER)
+}
 SHAPE, TOKENS = "qwen3_30b", 16384
 SECONDS = 40
 
@@ -73,7 +76,7 @@ class Peers(Timed):
     """`bench peers`."""
 
     name = "peers"
-    help = "beside QuACK, Liger, DeepGEMM and PEFT, where installed"
+    help = "beside QuACK, Liger, DeepGEMM, PEFT and grouped-nf4-gemm, where installed"
     about = (
         "Times and errors in one process. DeepGEMM's rows have fixed sizes. A peer that is not "
         "installed, or fails, is a note."
