@@ -1,0 +1,212 @@
+"""Kernels in hopper/ on a CPU, with copies and warpgroups in an order that is drawn."""
+
+from __future__ import annotations
+
+import random
+import types
+
+import gluon_on_cpu
+import pytest
+import torch
+from gluon_on_cpu import Deadlock, on_cpu
+
+from moe_patch import reference
+from moe_patch.kernels import chips, dw, fp8_gemm, gate_up, grouped_gemm, tiles
+from moe_patch.kernels.tiles import ROLES, Tile
+from moe_patch.ops.grouped import sort
+
+pytestmark = pytest.mark.skipif(not tiles.INTERPRET, reason="is for machines without a GPU")
+DTYPE = torch.float16
+EPS = torch.finfo(DTYPE).eps
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    monkeypatch.setattr(chips, "multiprocessors", lambda device: 3)
+
+
+class Rows:
+    """Slots in expert order, skewed and some of them dropped."""
+
+    def __init__(self, draw: random.Random, listed: int) -> None:
+        torch.manual_seed(draw.randrange(1 << 30))
+        self.experts, self.top_k = draw.randint(1, 4), draw.choice((1, 2))
+        self.tokens = draw.choice((1, 30, 150, 260))
+        size = self.tokens, self.top_k
+        self.index = (torch.rand(size) ** draw.choice((1, 1, 4)) * self.experts).long()
+        if draw.random() < 0.4:
+            self.index[torch.rand(size) < 0.2] = self.experts
+        self.order, _ = sort(self.index, self.experts, DTYPE, listed)
+        self.used = int(self.order.expert_offsets[-1])
+        self.slot = self.order.row_to_slot[: self.used].long()
+        self.expert = self.index.flatten()[self.slot]
+
+    @property
+    def slots(self) -> int:
+        return self.tokens * self.top_k
+
+    def times(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [used, K] times the weight [E, N, K] of each row's expert, in float64."""
+        rows = torch.empty(self.used, weight.shape[1], dtype=torch.float64)
+        for e in range(self.experts):
+            rows[self.expert == e] = x[self.expert == e].double() @ weight[e].double().T
+        return rows
+
+
+def drawn_weight(draw, *size):
+    weight = torch.randn(*size).to(DTYPE) * 0.1
+    return weight.mT.contiguous().mT if draw.random() < 0.5 else weight
+
+
+def close(found, truth):
+    error = (found.double() - truth).abs()
+    return not found.numel() or bool(
+        (error <= EPS * (truth.abs() + 0.02 * truth.abs().max())).all()
+    )
+
+
+def gemm(seed, stages=None):
+    """(out, truth, the rows)."""
+    draw = random.Random(seed)
+    listed = draw.choice((64, 128))
+    rows = Rows(draw, listed)
+    n, k = 8 * draw.randint(32, 80), 64 * draw.randint(4, 6)
+    x, weight = torch.randn(rows.slots, k).to(DTYPE), drawn_weight(draw, rows.experts, n, k)
+    out = torch.full((rows.slots, n), 7.0, dtype=DTYPE)
+    tile = Tile(listed, 256, 64, ROLES, stages or draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
+    with on_cpu(seed) as names:
+        assert grouped_gemm._on_hopper(x, weight, rows.order, out, tile)
+    assert names == ["gemm_hopper_kernel"]
+    return out, rows.times(x[: rows.used], weight), rows
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gemm(seed):
+    out, truth, rows = gemm(seed)
+    assert close(out[: rows.used], truth) and bool((out[rows.used :] == 7).all())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gate_up(seed):
+    draw = random.Random(100 + seed)
+    listed = draw.choice((64, 128))
+    rows = Rows(draw, listed)
+    inner, k = 8 * draw.randint(16, 40), 64 * draw.randint(4, 6)
+    x = torch.randn(rows.tokens, k).to(DTYPE)
+    weight = drawn_weight(draw, rows.experts, 2 * inner, k)
+    keep, on_input = draw.random() < 0.7, draw.random() < 0.4
+    act = torch.full((rows.slots, inner), 7.0, dtype=DTYPE)
+    pre = torch.full((rows.slots if keep else 0, 2 * inner), 7.0, dtype=DTYPE)
+    by = torch.rand(rows.tokens, rows.top_k)
+    activation = draw.choice(("silu None 1.0 0.0 concatenated", "silu 7.0 1.702 1.0 concatenated"))
+    tile = Tile(listed, 128, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
+    with on_cpu(seed) as names:
+        assert gate_up._on_hopper(
+            x, weight, rows.order, by if on_input else None, act, pre, tile, activation
+        )
+    assert names == ["gate_up_hopper_kernel"]
+    truth = rows.times(x[rows.slot // rows.top_k], weight)
+    assert not keep or close(pre[: rows.used], truth)
+    if on_input:
+        truth *= by.flatten()[rows.slot, None].double()
+    assert close(act[: rows.used], reference.glu(truth, activation))
+    assert bool((act[rows.used :] == 7).all()) and bool((pre[rows.used :] == 7).all())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_dw(seed):
+    draw = random.Random(200 + seed)
+    rows = Rows(draw, 128)
+    m, n = 8 * draw.randint(1, 50), 8 * draw.randint(1, 50)
+    p, q = torch.randn(rows.tokens, m).to(DTYPE), torch.randn(rows.slots, n).to(DTYPE)
+    q[rows.used :] = float("nan")
+    add, kind = draw.random() < 0.3, draw.choice((DTYPE, DTYPE, torch.float32))
+    start = torch.randn(rows.experts, m, n).to(kind)
+    out = start.mT.contiguous().mT if draw.random() < 0.5 else start.clone()
+    tile = Tile(128, 256, 64, ROLES, draw.choice((2, 3, 4)))
+    with on_cpu(seed) as names:
+        assert dw._on_hopper(p, q, rows.order, rows.top_k, out, add, tile)
+    assert names == ["dw_hopper_kernel"]
+    truth = start.double() if add else torch.zeros(start.shape, dtype=torch.float64)
+    for e in range(rows.experts):
+        of = rows.expert == e
+        gathered = p[rows.slot[of] // rows.top_k].double()
+        truth[e] += gathered.T @ q[: rows.used][of].double()
+    assert close(out, truth)
+
+
+@pytest.mark.parametrize("activated", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_fp8(monkeypatch, masked, activated):
+    draw = random.Random(2 * masked + activated)
+    torch.manual_seed(0)
+    experts, k, n = 3, 384, 512 if activated else 424
+    monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
+    if masked:
+        slots, order = experts * 200, None
+        counts = torch.tensor([0, 77, 200], dtype=torch.int32)
+    else:
+        rows = Rows(draw, 128)
+        experts, slots, order = rows.experts, rows.slots, rows.order
+    x, x_scale = reference.quantize(torch.randn(slots, k))
+    weight, scale = reference.quantize_weight(torch.randn(experts, n, k))
+    how = {"masked_m": counts} if masked else {"order": order}
+    pre = torch.full((slots, n), 7.0, dtype=torch.bfloat16) if activated else None
+    with on_cpu(5) as names:
+        out, _ = fp8_gemm.fp8_gemm(
+            x, x_scale, weight, scale, pre=pre, activation="silu" if activated else None, **how
+        )
+    assert names == ["fp8_hopper_kernel"]
+    if masked:
+        parts = [(e, slice(200 * e, 200 * e + count)) for e, count in enumerate(counts.tolist())]
+    else:
+        ends = order.expert_offsets.tolist()
+        parts = [(e, slice(*both)) for e, both in enumerate(zip(ends, ends[1:]))]
+    wide = x.double() * x_scale.double().repeat_interleave(128, 1)[:, :k]
+    for expert, part in parts:
+        by = scale[expert].double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+        truth = wide[part] @ (weight[expert].double() * by).T
+        found = pre if activated else out
+        assert torch.allclose(found[part].double(), truth, rtol=2**-8, atol=2e-2)
+
+
+# what it would see
+
+
+def broken(monkeypatch, name, function):
+    """One of the ring's functions is another one."""
+    gluon_on_cpu.forget()
+    changed = types.SimpleNamespace(**vars(gluon_on_cpu.FAKES[name[0]]))
+    setattr(changed, name[1], function)
+    monkeypatch.setitem(gluon_on_cpu.FAKES, name[0], changed)
+
+
+@pytest.fixture
+def forgetful():
+    yield
+    gluon_on_cpu.forget()
+
+
+def wrong_somewhere(**how):
+    for seed in range(12):
+        out, truth, rows = gemm(seed, **how)
+        if not close(out[: rows.used], truth):
+            return True
+    return False
+
+
+def test_nobody_waits_for_what_is_coming(monkeypatch, forgetful):
+    broken(monkeypatch, ("mbarrier", "wait"), lambda *_: gluon_on_cpu.here().let_others())
+    with pytest.raises((AssertionError, Deadlock)):
+        assert not wrong_somewhere()
+
+
+def test_a_warpgroup_that_releases_nothing_stops_all(monkeypatch, forgetful):
+    broken(monkeypatch, ("mbarrier", "arrive"), lambda *_, **__: gluon_on_cpu.here().let_others())
+    with pytest.raises(Deadlock, match="waits for a barrier"):
+        gemm(3)
+
+
+def test_staged_sums_are_overwritten_before_they_are_stored(monkeypatch, forgetful):
+    broken(monkeypatch, ("tma", "store_wait"), lambda _: gluon_on_cpu.here().let_others())
+    assert wrong_somewhere()

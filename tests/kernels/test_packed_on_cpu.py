@@ -1,0 +1,133 @@
+"""Products with weights in 4 bits, `hopper/packed.py`, on a CPU: what `gluon_on_cpu` says of it."""
+
+from __future__ import annotations
+
+import random
+
+import ptx_on_cpu
+import pytest
+import torch
+from gluon_on_cpu import on_cpu
+
+from moe_patch import reference
+from moe_patch.formats.packed import dequantize, quantize
+from moe_patch.kernels import chips, gate_up, grouped_gemm, packed_products, tiles
+from moe_patch.ops.experts import fused_experts
+from moe_patch.ops.grouped import sort
+
+pytestmark = pytest.mark.skipif(not tiles.INTERPRET, reason="is for machines without a GPU")
+HOWS = (
+    ("nf4", {}),
+    ("nf4", {"group": 128, "scale_dtype": torch.bfloat16}),
+    ("nf4", {"group": 32}),
+    ("mxfp4", {}),
+    ("int4", {}),
+    ("int4", {"group": 32, "zeros": True}),
+    ("int4", {"group": 64, "scale_dtype": torch.float16, "zeros": True}),
+    ("int4", {"scale_dtype": torch.float32}),
+)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    ptx_on_cpu.known()
+    monkeypatch.setattr(packed_products, "_runs_on", lambda device: True)
+    monkeypatch.setattr(chips, "multiprocessors", lambda device: 3)
+
+
+def drawn(seed):
+    """(draw, order, x [T, K], weights [E, N, K] dense and packed, slots' rows and experts)."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    format, options = HOWS[seed % len(HOWS)]
+    experts, top_k, tokens = draw.randint(1, 3), draw.choice((1, 2)), draw.choice((1, 20, 90))
+    index = (torch.rand(tokens, top_k) ** draw.choice((1, 3)) * experts).long()
+    if draw.random() < 0.4:
+        index[torch.rand(tokens, top_k) < 0.2] = experts  # dropped
+    order, _ = sort(index, experts, torch.bfloat16, draw.choice((16, 32, 64, 128)))
+    used = int(order.expert_offsets[-1])
+    slot = order.row_to_slot[:used].long()
+    group = options.get("group", {"nf4": 64, "mxfp4": 32, "int4": 128}[format])
+    k = draw.choice((256, 384, group * (2 * 128 // group + 1), 128 * 4 + group))
+    n = 2 * draw.choice((64, 128, 5, 75))
+    weight = quantize(torch.randn(experts, n, k).bfloat16() * 0.1, format, **options)
+    x = torch.randn(tokens, k).bfloat16()
+    return draw, order, x, weight, slot, index.flatten()[slot]
+
+
+def product(x, weight, expert):
+    wide = dequantize(weight, torch.float64)
+    rows = torch.empty(len(x), wide.shape[1], dtype=torch.float64)
+    for e in range(len(wide)):
+        rows[expert == e] = x[expert == e].double() @ wide[e].T
+    return rows
+
+
+def close(found, truth):
+    """Errors of a few roundings to bfloat16."""
+    error = found.double() - truth
+    return not found.numel() or bool(error.norm() <= 8e-3 * truth.norm())
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_gemm(seed):
+    draw, order, x, weight, slot, expert = drawn(seed)
+    rows = torch.randn(len(order.row_to_slot), x.shape[1]).bfloat16()
+    out = torch.full((len(rows), weight.shape[1]), 7.0, dtype=torch.bfloat16)
+    bias = torch.randn(len(weight), weight.shape[1]).bfloat16() if draw.random() < 0.5 else None
+    assert packed_products.supported(weight, order, torch.bfloat16)
+    with on_cpu(seed) as names:
+        grouped_gemm.grouped_gemm(rows, weight, order, out=out, bias=bias)
+    assert len(names) == 1 and names[0].startswith("gemm_")
+    truth = product(rows[: len(slot)], weight, expert)
+    if bias is not None:
+        truth += bias.double()[expert]
+    assert close(out[: len(slot)], truth) and bool((out[len(slot) :] == 7).all())
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_gate_up(seed):
+    draw, order, x, weight, slot, expert = drawn(100 + seed)
+    tokens, top_k = len(x), len(order.row_to_slot) // len(x)
+    bias = draw.choice((None, torch.randn(len(weight), weight.shape[1]).bfloat16()))
+    activation = draw.choice(("silu", "silu 7.0 1.702 1.0 interleaved"))
+    by, on_input = torch.rand(tokens, top_k).bfloat16(), draw.random() < 0.3
+    with on_cpu(seed) as names:
+        act, pre = gate_up.gate_up(
+            x, weight, order, by, weight_on_input=on_input, save_pre=True, bias=bias,
+            activation=activation,
+        )  # fmt: skip
+    assert len(names) == 1 and names[0].startswith("gate_up_")
+    truth = product(x[slot // top_k], weight, expert)
+    if bias is not None:
+        truth += bias.double()[expert]
+    assert close(pre[: len(slot)], truth)
+    if on_input:
+        truth *= by.flatten()[slot, None].double()
+    assert close(act[: len(slot)], reference.glu(truth, activation))
+
+
+@pytest.mark.parametrize("tokens", [20, 50, 300])
+@pytest.mark.parametrize("how", range(len(HOWS)))
+def test_experts(monkeypatch, how, tokens):
+    """Both products of a forward: the first hands act to the second in the order that it reads."""
+    monkeypatch.setattr(
+        tiles, "block_m", lambda slots, *_: 16 if slots < 50 else 32 if slots < 200 else 128
+    )
+    torch.manual_seed(how)
+    format, options = HOWS[how]
+    stacks = [
+        quantize(torch.randn(3, *size).bfloat16() * 0.1, format, **options)
+        for size in ((512, 384), (384, 256))
+    ]
+    x, index = torch.randn(tokens, 384).bfloat16(), torch.rand(tokens, 3).argsort(1)[:, :2]
+    weights = torch.rand(tokens, 2).bfloat16()
+    with on_cpu(how) as names, torch.no_grad():
+        out = fused_experts(x, *stacks, index, weights)
+    assert [name.partition("_packed")[0].partition("_pairs")[0] for name in names] == [
+        "gate_up", "gemm",
+    ]  # fmt: skip
+    truth = reference.fused_experts(
+        x.double(), *(dequantize(each, torch.float64) for each in stacks), index, weights.double()
+    )
+    assert close(out, truth)

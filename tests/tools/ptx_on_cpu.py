@@ -1,0 +1,63 @@
+"""What the assembly of `hopper/codes.py` computes, for `gluon_on_cpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from gluon_on_cpu import PTX, P
+from torch import Tensor
+
+from moe_patch.formats.packed import FORMATS
+from moe_patch.kernels.hopper import codes
+
+MXFP4 = torch.tensor(FORMATS["mxfp4"].values)
+
+
+def _nibble(words: Tensor, place: int) -> Tensor:
+    return (words >> 4 * place & 15).long()
+
+
+def _all(places: list[tuple[int, int]], value: Callable[..., Tensor]) -> Callable[..., tuple]:
+    """(words, ...) -> what the codes at these places stand for, in bfloat16, pair by pair."""
+
+    def compute(words: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            value(_nibble(words, place), *rest).to(torch.bfloat16)
+            for pair in places
+            for place in pair
+        )
+
+    return compute
+
+
+HALVES = [(place, place + 4) for place in range(4)]
+"""Of the codes of a word those that become one pair."""
+
+
+def _power(exponent: Tensor) -> Tensor:
+    return torch.exp2(exponent.float() - 127 - codes.LESS.value)
+
+
+def _values(table: P) -> Tensor:
+    return table.memory
+
+
+IN_PYTHON = {
+    codes._OWN_VALUE.value: lambda table: table,
+    codes._TWICE.value: lambda value: value,
+    codes._POWER.value: _power,
+    codes._LOOKED_UP.value: _all(HALVES, lambda code, scale, table: _values(table)[code] * scale),
+    codes._MXFP4.value: _all(HALVES, lambda code, scale: MXFP4[code] * scale),
+    codes._INT4.value: _all(
+        HALVES, lambda code, scale, zero: (code - ((zero & 0xFFFF) - 0x4300)) * scale
+    ),
+    codes._INT4_IN_FLOAT.value: _all(
+        HALVES, lambda code, scale, zero: (code - (zero - 8388608.0)) * scale
+    ),
+}
+
+
+def known() -> None:
+    """From now on `gluon_on_cpu` computes them."""
+    PTX.update(IN_PYTHON)
