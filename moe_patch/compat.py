@@ -1042,6 +1042,12 @@ def gluon_copy() -> Any:
     return getattr(copies, "async_load", None) or copies.async_copy_global_to_shared
 
 
+def gluon_barrier() -> Any:
+    """Gluon's function with which a warpgroup waits for itself, with another name before 3.7."""
+    language = importlib.import_module("triton.experimental.gluon.language")
+    return getattr(language, "barrier", None) or language.thread_barrier
+
+
 @torch.compiler.assume_constant_result
 def has_gluon() -> bool:
     """Whether kernels in Gluon can be compiled; warns once where they cannot."""

@@ -33,7 +33,7 @@ FLOORS = tuple(
         kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize
         kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.stores
         kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dw kernels.hopper.fp8
-        kernels.hopper.codes kernels.hopper.packed kernels.in_steps kernels.packed_products
+        kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed kernels.in_steps kernels.packed_products
         kernels.dequantize
         kernels.gate_up kernels.dgate kernels.decode kernels.grouped_gemm kernels.dw
         kernels.fp8_gemm
@@ -60,7 +60,8 @@ FLOORS = tuple(
         """bench bench.timing bench.routing bench.kind bench.block bench.lora bench.families
         bench.fp8 bench.quant bench.whole bench.model bench.watch bench.replay bench.distributed
         bench.scaling bench.picture bench.peers.compare bench.peers.experts
-        bench.peers.quack bench.peers.liger bench.peers.deep_gemm bench.peers.peft bench.peers""",
+        bench.peers.quack bench.peers.liger bench.peers.deep_gemm bench.peers.peft
+        bench.peers.grouped_nf4 bench.peers""",
         "tune.blocks tune.plan tune.measure tune",
         """commands commands.running commands.env commands.parity commands.bench commands.tune
         commands.load""",

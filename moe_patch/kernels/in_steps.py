@@ -1,6 +1,8 @@
-"""Columns in the order in which kernels in hopper/ sum over weights in 4 bits."""
+"""Columns in the orders in which kernels in hopper/ sum over weights in 4 bits."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton
@@ -10,19 +12,27 @@ from torch import Tensor
 from .launch import cdiv, launches
 
 STEP = 128
+Steps = Literal["halves", "bytes"]
+"""The order of a step, by where the two codes of a pair are: one in each half of a word, or both in
+a byte (`hopper/codes.py`)."""
 _STEP: tl.constexpr = tl.constexpr(STEP)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def in_steps_kernel(
-    x, out, rows, STRIDE_X: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr
-):
-    """x [rows, K], out [rows, WIDTH]: `hopper/codes.py` says which column goes where."""
+    x, out, rows,
+    STRIDE_X: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """x [rows, K], out [rows, WIDTH]."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     column = tl.program_id(1) * _STEP + tl.arange(0, _STEP)
     at = x + row.to(tl.int64)[:, None] * STRIDE_X + column[None, :]
     value = tl.load(at, mask=(row[:, None] < rows) & (column[None, :] < K), other=0.0)
-    value = value.reshape(BM, 4, 2, 2, 2, 4).permute(0, 3, 2, 5, 1, 4)  # q s r h p -> r s p q h
+    if STEPS == "bytes":
+        value = value.reshape(BM, 4, 2, 2, 4, 2).permute(0, 3, 2, 4, 1, 5)  # q s r p h -> r s p q h
+    else:
+        value = value.reshape(BM, 4, 2, 2, 2, 4).permute(0, 3, 2, 5, 1, 4)  # q s r h p -> r s p q h
     to = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(to, value.reshape(BM, _STEP), mask=row[:, None] < rows)
 
@@ -35,10 +45,10 @@ def width(k: int) -> int:
     return cdiv(k, STEP) * STEP
 
 
-def in_steps(x: Tensor) -> Tensor:
+def in_steps(x: Tensor, steps: Steps) -> Tensor:
     """x [R, K] as [R, 128 * ceil(K / 128)], zero past K."""
     rows, k = x.shape
     out = torch.empty(rows, width(k), dtype=x.dtype, device=x.device)
-    start = _launches(STRIDE_X=x.stride(0), K=k, WIDTH=width(k), BM=16, num_warps=4)
+    start = _launches(STRIDE_X=x.stride(0), K=k, WIDTH=width(k), STEPS=steps, BM=16, num_warps=4)
     start((cdiv(rows, 16), width(k) // STEP), x, out, rows)
     return out

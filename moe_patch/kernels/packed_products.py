@@ -14,7 +14,7 @@ from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed
 from .activate import gate_of
-from .in_steps import STEP, in_steps
+from .in_steps import STEP, Steps, in_steps
 from .launch import Launch, cdiv
 from .tiles import INTERPRET
 from .widen import readable
@@ -56,6 +56,17 @@ def supported(weight: Packed, order: ExpertOrder, dtype: torch.dtype) -> bool:
     return whole and aligned and order.block_m in SHAPES
 
 
+def steps_of(weight: Packed, order: ExpertOrder) -> Steps:
+    """In which order of steps a product that is `supported` reads its rows."""
+    return "bytes" if _in_bytes(weight, order) else "halves"
+
+
+def _in_bytes(weight: Packed, order: ExpertOrder) -> bool:
+    """Whether codes are looked up by bytes, in shared memory. That pays where a program has a
+    multiprocessor to itself: the table takes 32 KB."""
+    return weight.format == "nf4" and order.block_m == 128
+
+
 @functools.lru_cache(1024)
 def _gemm(warps: int, **sizes: object) -> Launch:
     from .hopper.packed import Plan, gemm_packed_kernel
@@ -79,13 +90,15 @@ def _sizes(weight: Packed, order: ExpertOrder, shape: Shape, columns: int) -> di
         "n": n, "k": k, "steps": cdiv(k, STEP), "bm": order.block_m, "group_m": 8,
         "format": weight.format, "group": weight.group, "zeros": weight.zeros is not None,
         "weight_e": n * k // 2, "scale_e": n * k // weight.group,
+        "pairs": _in_bytes(weight, order), "unit": packed.PAIR_UNIT,
         "whole": k % STEP == 0 and n == columns and n % (2 * shape.rows) == 0,
     }  # fmt: skip
 
 
-def _operand(weight: Packed) -> tuple[Tensor | None, ...]:
+def _operand(weight: Packed, order: ExpertOrder) -> tuple[Tensor | None, ...]:
     """(codes, scales, zeros, table), as the kernels take them."""
-    return weight.codes, readable(weight.scales), weight.zeros, packed.values(weight)
+    table = packed.pairs_of_codes if _in_bytes(weight, order) else packed.values
+    return weight.codes, readable(weight.scales), weight.zeros, table(weight)
 
 
 def gemm(
@@ -105,7 +118,7 @@ def gemm(
     )
     start(
         (order.tile_expert.numel() * cdiv(n, 2 * shape.rows),),
-        x if ordered else in_steps(x), *_operand(weight), bias, out,
+        x if ordered else in_steps(x, steps_of(weight, order)), *_operand(weight, order), bias, out,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
 
@@ -133,6 +146,6 @@ def gate_up(
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * cdiv(columns, shape.rows),),
-        in_steps(x), *_operand(weight), bias, slot_weight, act, pre,
+        in_steps(x, steps_of(weight, order)), *_operand(weight, order), bias, slot_weight, act, pre,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

@@ -127,7 +127,8 @@ def _by_registers(
             return False
         if kernels.dequantize.widens(weight, None, order, dtype, None, backward=False):
             return False
-    return True
+    steps_of = kernels.packed_products.steps_of
+    return steps_of(gate_up.weight, order) == steps_of(down.weight, order)
 
 
 def _multiplies_fp8(

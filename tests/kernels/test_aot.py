@@ -41,7 +41,7 @@ def elsewhere(*case):
         ("sm_120", "lora fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
-            f"{BASIC} gpt_oss fp8_short nf4_short",
+            f"{BASIC} gpt_oss fp8_short nf4_short nf4_many",
             KERNELS | HOPPER | IN_REGISTERS | {"row_sums_kernel"},
         ),
         elsewhere("sm_90", "llama4_scout one_token nemotron_h mxfp4", GROUPED),

@@ -25,19 +25,22 @@ ROWS = (2, 14, 60, 300)
 """An expert's on average: one for each height of a tile."""
 
 
-def in_order(x):
+def in_order(x, steps):
     """Columns of x as `hopper/codes.py` says, with zeros past the end."""
     wide = x.new_zeros(len(x), width(x.shape[1]))
     wide[:, : x.shape[1]] = x
     place = torch.arange(wide.shape[1], device=x.device)
     r, s, p, q, h = place // 64 % 2, place // 32 % 2, place // 8 % 4, place // 2 % 4, place % 2
-    return wide[:, place // 128 * 128 + 32 * q + 16 * s + 8 * r + 4 * h + p]
+    within = 2 * p + h if steps == "bytes" else 4 * h + p
+    return wide[:, place // 128 * 128 + 32 * q + 16 * s + 8 * r + within]
 
 
 @pytest.mark.parametrize("rows,columns", [(1, 32), (5, 128), (37, 288), (16, 1000)])
-def test_in_steps(device, rows, columns):
+@pytest.mark.parametrize("steps", ["halves", "bytes"])
+def test_in_steps(device, rows, columns, steps):
     wider = torch.randn(rows, columns + 8, device=device).half()
-    assert torch.equal(in_steps(wider[:, :columns]), in_order(wider[:, :columns]))
+    x = wider[:, :columns]
+    assert torch.equal(in_steps(x, steps), in_order(x, steps))
 
 
 @pytest.fixture
@@ -153,8 +156,9 @@ def test_gate_up(hopper, elsewhere, how, rows):
     )
     again, empty = product(save_pre=False)
     assert torch.equal(again[:used], act[:used]) and not empty.numel()
+    steps = packed_products.steps_of(weight, order)
     stepped, _ = product(act_in_steps=True)
-    assert torch.equal(stepped[:used], in_order(act[:used]))
+    assert torch.equal(stepped[:used], in_order(act[:used], steps))
 
 
 @pytest.mark.gpu

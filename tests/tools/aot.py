@@ -219,6 +219,7 @@ SHAPES = {  # tokens, hidden, inner, experts, top_k
     "fp8_odd": (100, 97, 41, 7, 3),
     "fp8_decode": (1, 2048, 768, 128, 8),
     "nf4": (1024, 2048, 768, 128, 8),
+    "nf4_many": (4096, 2048, 768, 128, 8),
     "nf4_lora": (8192, 2048, 768, 128, 8),
     "nf4_short": (64, 2048, 768, 128, 8),
     "nf4_decode": (1, 2048, 768, 128, 8),
@@ -259,7 +260,8 @@ def compile_for(chip, shapes, dtypes, without):
 
 
 def line(target, launch):
-    """Kernel, tile, warps, stages: registers, spills, shared memory, seconds."""
+    """Kernel, tile, warps, stages: registers, spills, shared memory (what is declared in PTX, too),
+    seconds."""
     start = time.time()
     compiled, log = build(target, launch)
     if "amdgcn" in compiled.asm:
@@ -269,6 +271,7 @@ def line(target, launch):
     else:
         registers = re.findall(r"Used (\d+) registers", log)
         spills = re.findall(r"(\d+) bytes spill stores", log)
+    declared = sum(map(int, re.findall(r"(\d+) bytes smem", log)))
     kernel, _, values, _, how = launch
     tile = values["TILE"]._asdict() if "TILE" in values else values
     tile = {name.upper(): size for name, size in tile.items()}
@@ -276,7 +279,7 @@ def line(target, launch):
     return (
         f"{kernel.__name__} {tile or '-'} w{how['num_warps']} s{how['num_stages']}: "
         f"registers {','.join(registers) or '-'}, spills {','.join(spills) or '-'}, "
-        f"shared {compiled.metadata.shared}, {time.time() - start:.1f} s"
+        f"shared {compiled.metadata.shared + declared}, {time.time() - start:.1f} s"
         + (" SERIALISED" if "C7510" in log or "C7515" in log else "")
     )
 

@@ -389,6 +389,10 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return T(torch.where(condition.v, a_v, b_v), layout)
 
 
+def _check(holds: Any) -> None:
+    assert holds
+
+
 def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> T:
     made = torch.full([int(n) for n in shape], plain(value), dtype=DTYPES[dtype.name])
     return T(made, layout)
@@ -470,7 +474,7 @@ LANGUAGE = Language(
     store=lambda p, value, mask=None, **_: p.store(value, mask),
     atomic_add=_atomic_add, static_range=lambda *a: range(*(int(n) for n in a)),
     allocate_shared_memory=_allocate, inline_asm_elementwise=_asm, warp_specialize=_specialize,
-    thread_barrier=lambda: None,
+    static_assert=_check,
     constexpr=lambda value: value,
 )  # fmt: skip
 
@@ -586,7 +590,7 @@ def _wait_group(left: int) -> None:
 
 FAKES: dict[str, Any] = {
     "gl": LANGUAGE, "tl": LANGUAGE, "async_load": _tma_load, "async_store": _tma_store,
-    "copy": _copy, "fence_async_shared": lambda: None, "warpgroup_mma": _mma,
+    "copy": _copy, "barrier": lambda: None, "fence_async_shared": lambda: None, "warpgroup_mma": _mma,
     "warpgroup_mma_wait": _mma_wait,
     "tma": types.SimpleNamespace(store_wait=_store_wait),
     "async_copy": types.SimpleNamespace(

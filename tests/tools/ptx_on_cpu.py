@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from gluon_on_cpu import PTX, P
+from gluon_on_cpu import PTX, P, here
 from torch import Tensor
 
 from moe_patch.formats.packed import FORMATS
-from moe_patch.kernels.hopper import codes
+from moe_patch.kernels.hopper import codes, lookup
 
 MXFP4 = torch.tensor(FORMATS["mxfp4"].values)
 
@@ -43,7 +43,30 @@ def _values(table: P) -> Tensor:
     return table.memory
 
 
+BYTES = [(2 * byte, 2 * byte + 1) for byte in range(4)]
+
+
+def _fill(words: P) -> Tensor:
+    """The table is the world's from now on."""
+    here().world.table = words.memory
+    return torch.tensor(0)
+
+
+def _pair(code: Tensor) -> Tensor:
+    """By the table, whose entry of byte 16 c has code 0 below."""
+    bits = here().world.table[code] & 0xFFFF
+    return (bits << 16).view(torch.float32)
+
+
+def _scaled(code: Tensor, bank: Tensor, large: Tensor, small: Tensor) -> Tensor:
+    value = _pair(code)
+    return value * large.float() + (value * small.float()).to(torch.bfloat16).float()
+
+
 IN_PYTHON = {
+    lookup._FILLED.value: _fill,
+    lookup._BANK.value: lambda anything: anything,
+    codes._IN_PAIRS.value: _all(BYTES, _scaled),
     codes._OWN_VALUE.value: lambda table: table,
     codes._TWICE.value: lambda value: value,
     codes._POWER.value: _power,

@@ -8,7 +8,8 @@ operand is not 32 columns that follow one another, so a step is summed in anothe
 
 where q < 4 is the thread, s and r choose its word, h the half of the word and p < 4 the code there.
 The right operand has to lie in that order, as `kernels/in_steps.py` writes it. Both values of a
-pair, h = 0 and 1, are computed at once, in one register.
+pair, h = 0 and 1, are computed at once, in one register. Where a pair is looked up, it is a byte's:
+the place above is column 32 q + 16 s + 8 r + 2 p + h then, p < 4 the byte of a word and h its half.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable, Sequence
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from .lookup import own_bank, pairs_of_word
 
 STEP = gl.constexpr(128)
 LESS = gl.constexpr(30)
@@ -84,6 +87,8 @@ _LOOKED_UP = _pairs(  # lane l of a warp has the value of code l % 16
         "mul.rn.f32 low, low, $9; mul.rn.f32 high, high, $9; cvt.rn.bf16x2.f32 pair, high, low;",
     )
 )  # fmt: skip
+_IN_PAIRS = pairs_of_word("mul.rn.bf16x2 at, pair, $11; fma.rn.bf16x2 pair, pair, $10, at;")
+_FOUR = gl.constexpr(_OUTPUTS + ",r,r,r,r")
 _OWN_VALUE = gl.constexpr(
     "{ .reg .u32 lane; .reg .u64 at; mov.u32 lane, %laneid; and.b32 lane, lane, 15; "
     "mad.wide.u32 at, lane, 4, $1; ld.global.nc.f32 $0, [at]; }"
@@ -96,10 +101,13 @@ _POWER = gl.constexpr(  # bfloat16's bits of 2 ** (e8m0 - 127 + 126 - LESS), twi
 
 
 @gluon.jit
-def own_value(table):
-    """What code l % 16 stands for, in lane l; anything where codes are computed."""
+def own_value(table, PLAN: gl.constexpr):
+    """What code l % 16 stands for, in lane l; where codes are looked up in pairs, the lane's bank;
+    anything where they are computed."""
     if table is None:
         return gl.to_tensor(0.0)
+    elif PLAN.pairs:
+        return own_bank(gl.program_id(0))
     else:
         return gl.inline_asm_elementwise(_OWN_VALUE, "=f,l", [table], gl.float32, True, 1)
 
@@ -127,7 +135,8 @@ def fragment(words, scale, zero, own, SUMS: gl.constexpr, PLAN: gl.constexpr):
     bfloat16, as a left operand of sums in the layout SUMS.
 
     `scale` [rows, 4] are those of the words' groups as they lie in memory, `zero` their codes for
-    zero if PLAN.zeros, `own` is `own_value`. Rounded once, from float32 or what is exact.
+    zero if PLAN.zeros, `own` is `own_value`. Rounded once, from float32 or what is exact; in pairs,
+    once when the table was made and once when both parts of a scale, which are bfloat16, are added.
     """
     FORMAT: gl.constexpr = PLAN.format
     by: gl.constexpr = gl.SliceLayout(2, words.type.layout)
@@ -148,6 +157,12 @@ def fragment(words, scale, zero, own, SUMS: gl.constexpr, PLAN: gl.constexpr):
             scale = gl.expand_dims(scale.to(gl.float32), 2)
             zero = zero.to(gl.float32) + 8388608.0  # exact
             found = _all(_INT4_IN_FLOAT, _FLOATS, [words, scale, zero])
+    elif PLAN.pairs:
+        scale = scale.to(gl.float32) * PLAN.unit
+        large = scale.to(gl.bfloat16)
+        small = (scale - large.to(gl.float32)).to(gl.bfloat16)
+        large, small = gl.expand_dims(_twice(large), 2), gl.expand_dims(_twice(small), 2)
+        found = _all(_IN_PAIRS, _FOUR, [words, own, large, small])
     else:
         scale = gl.expand_dims(scale.to(gl.float32), 2)
         found = _all(_LOOKED_UP, _FLOATS, [words, scale, own], False)  # shuffles stay together

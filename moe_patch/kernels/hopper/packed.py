@@ -20,12 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...compat import gluon_copy
+from ...compat import gluon_barrier, gluon_copy
 from ..activate import glu
 from ..tiles import place
 from .codes import LESS, STEP, fragment, own_value, words_of
+from .lookup import fill_table
 
-copy = gluon_copy()
+barrier, copy = gluon_barrier(), gluon_copy()
 
 
 class Plan(NamedTuple):
@@ -62,6 +63,10 @@ class Plan(NamedTuple):
     """Whether act is stored in the order in which a product of `codes.py` reads it."""
     whole: bool
     """Whether tiles and steps divide the weight, so that nothing has to be masked."""
+    pairs: bool
+    """Whether codes are looked up in shared memory, two at a time."""
+    unit: float
+    """What the values in that table have to be multiplied by."""
 
 
 class Weight(NamedTuple):
@@ -165,7 +170,10 @@ def _products(x, weight, table, source, first, second, rings, PLAN: gl.constexpr
     rows = x + (rows + gl.expand_dims(columns, 0))
     for step in gl.static_range(AHEAD):
         _copy_step(rings, weight, first, second, rows, step, PLAN)
-    own = own_value(table)
+    if PLAN.pairs:  # while the first steps come
+        fill_table(table)
+        barrier()
+    own = own_value(table, PLAN)
     one, two = _groups(weight, first, 0, PLAN), _groups(weight, second, 0, PLAN)
     one_next, two_next = _groups(weight, first, 1, PLAN), _groups(weight, second, 1, PLAN)
     left = gl.zeros([first.shape[0], BM], gl.float32, SUMS)
@@ -260,13 +268,18 @@ def _store(value, out, row0, end, column, END: gl.constexpr, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _store_in_steps(value, out, row0, end, column, END: gl.constexpr, ROW: gl.constexpr):
+def _store_in_steps(
+    value, out, row0, end, column, END: gl.constexpr, ROW: gl.constexpr, PAIRS: gl.constexpr
+):
     """As `_store`, of columns in the order of `codes.py`; zero from column END on."""
     COLUMNS: gl.constexpr = value.shape[0]
     BM: gl.constexpr = value.shape[1]
     n = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, value.type.layout))
     value = gl.where(gl.expand_dims(n < END, 1), value, 0.0).to(out.dtype.element_ty)
-    value = value.reshape((COLUMNS // 32, 2, 2, 2, 4, BM)).permute((5, 2, 1, 4, 0, 3))
+    if PAIRS:
+        value = value.reshape((COLUMNS // 32, 2, 2, 4, 2, BM)).permute((5, 2, 1, 3, 0, 4))
+    else:
+        value = value.reshape((COLUMNS // 32, 2, 2, 2, 4, BM)).permute((5, 2, 1, 4, 0, 3))
     by: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     value = gl.convert_layout(value.reshape((BM, COLUMNS)), by)  # r s p q h
     row = row0 + gl.arange(0, BM, gl.SliceLayout(1, by))
@@ -355,6 +368,6 @@ def gate_up_packed_kernel(
         value, _, _ = glu(gate, up, GATE)
         if PLAN.act_in_steps:
             WIDTH: gl.constexpr = (INNER + STEP - 1) // STEP * STEP
-            _store_in_steps(value, act, row0, end, n0, INNER, WIDTH)
+            _store_in_steps(value, act, row0, end, n0, INNER, WIDTH, PLAN.pairs)
         else:
             _store(value, act, row0, end, n0, INNER, INNER)

@@ -1,0 +1,62 @@
+"""What the 256 bytes of two 4-bit codes stand for, as pairs of bfloat16 in shared memory.
+
+The table lies there once for each of the 32 banks, 32 KB in all: each thread of a warp reads a copy
+of its own, and none waits for another. It is declared in PTX, beside the shared memory that the
+compiler knows of.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+def pairs_of_word(then: str) -> gl.constexpr:
+    """PTX for a word, $8: what its bytes stand for goes to $0 to $7, by twos. $9 is `own_bank`.
+    `then` changes a `pair`, and may use `at`."""
+    found = [".reg .b32 at, table, pair; mov.u32 table, code_pairs;"]
+    for byte in range(4):
+        shift = 7 - 8 * byte
+        found += [
+            f"{'shl' if shift > 0 else 'shr'}.b32 at, $8, {abs(shift)};",
+            "lop3.b32 at, at, 0x7F80, $9, 0xEA; add.u32 at, at, table; ld.shared.b32 pair, [at];",
+            f"{then} mov.b32 {{${2 * byte}, ${2 * byte + 1}}}, pair;",
+        ]
+    return gl.constexpr("{ " + " ".join(found) + " }")
+
+
+def _filled() -> gl.constexpr:
+    """PTX for 256 threads: each writes two words, to half of the banks."""
+    found = [
+        ".shared .align 128 .b32 code_pairs[8192];"
+        "{ .reg .b32 thread, bank, at, first, second; .reg .b64 from;"
+        "mov.u32 thread, %tid.x; mov.u32 bank, %laneid;"
+        "shr.b32 at, thread, 7; mad.lo.u32 bank, at, 16, bank; shl.b32 bank, bank, 2;"
+        "and.b32 thread, thread, 127; mad.wide.u32 from, thread, 4, $1;"
+        "ld.global.nc.b32 first, [from]; ld.global.nc.b32 second, [from + 512];"
+        "mov.u32 at, code_pairs; mad.lo.u32 thread, thread, 128, at;"
+    ]
+    for turn in range(16):  # all threads of a warp write to banks of their own
+        found.append(
+            f"add.u32 at, bank, {4 * turn}; and.b32 at, at, 127; add.u32 at, at, thread;"
+            "st.shared.b32 [at], first; st.shared.b32 [at + 16384], second;"
+        )
+    return gl.constexpr(" ".join(found) + " mov.u32 $0, bank; }")
+
+
+_FILLED = _filled()
+_BANK = gl.constexpr("mov.u32 $0, %laneid; shl.b32 $0, $0, 2;")
+
+
+@gluon.jit
+def fill_table(words):
+    """Writes int32 [256], each what both codes of a byte stand for. Once in a kernel, by its eight
+    warps, which have to wait for each other before they read the table."""
+    gl.static_assert(gl.num_warps() == 8)
+    gl.inline_asm_elementwise(_FILLED, "=r,l", [words], gl.int32, False, 1)
+
+
+@gluon.jit
+def own_bank(anything):
+    """Where a thread's own copies are: four times its lane. Reads no value of `anything`, int32."""
+    return gl.inline_asm_elementwise(_BANK, "=r,r", [anything], gl.int32, True, 1)
