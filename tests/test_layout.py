@@ -35,7 +35,8 @@ FLOORS = tuple(
         kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dw kernels.hopper.fp8
         kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed kernels.in_steps kernels.packed_products
         kernels.dequantize
-        kernels.gate_up kernels.dgate kernels.decode kernels.grouped_gemm kernels.dw
+        kernels.gate_up kernels.dgate kernels.decode_packed kernels.decode kernels.grouped_gemm
+        kernels.dw
         kernels.fp8_gemm
         kernels.ways""",
         """ops.operands ops.differentiable ops.accumulate ops.low_rank ops.routing ops.grouped

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..formats.packed import Packed
 from .activate import gate_of, glu
+from .decode_packed import decode_down_packed_kernel, load_codes, load_rows, packed_products
 from .launch import Launch, power_of_two
-from .packed import in_groups
 from .tiles import INTERPRET, Layout
 from .weights import _BLOCK, BLOCK, Weight, weight_operand
 from .widen import readable, widen, widen_scale
@@ -55,22 +55,6 @@ def _products(
 
 
 @triton.jit
-def _packed_products(
-    weight, expert, rows, inside, a, k0, END, LAYOUT: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Sums [BN, PARTS] over the groups that share a scale, of a [BK] times `rows` [BN] of the
-    expert's weight in 4 bits, at its column k0 of END."""
-    k = k0 // 2 + tl.arange(0, BK // 2)
-    at = weight.data + expert * LAYOUT.stride_e + rows[:, None] * LAYOUT.stride_n + k[None, :]
-    codes = tl.load(at, mask=inside[:, None] & (k[None, :] < END // 2), other=0)
-    value, scale = in_groups(
-        codes, weight, expert, rows, inside, k0, END, LAYOUT, LAYOUT.scale_n, LAYOUT.scale_k
-    )
-    return tl.sum(value * a.reshape(1, PARTS, BK // PARTS), axis=2) * scale
-
-
-@triton.jit
 def decode_gate_up_kernel(
     x, x_scale, w, scales, zeros, table, bias, index, slot_weight, act,
     LAYOUT: tl.constexpr,
@@ -101,16 +85,17 @@ def decode_gate_up_kernel(
         up = tl.zeros([BN, PARTS], dtype=tl.float32)
         for k0 in tl.range(0, H, BK, num_stages=STAGES):
             k = k0 + tl.arange(0, BK)
-            a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)
             if LAYOUT.format != "":
-                gate += _packed_products(
-                    weight, expert, m, m < END, a, k0, H, LAYOUT, WIDTH, BK, PARTS
-                )
+                gates = load_codes(weight, expert, m, m < END, k0, H, LAYOUT, BK)
                 if GATE.form == "concatenated":
-                    up += _packed_products(
-                        weight, expert, I + n, n < I, a, k0, H, LAYOUT, BN, BK, PARTS
-                    )
+                    ups = load_codes(weight, expert, I + n, n < I, k0, H, LAYOUT, BK)
+                one = tl.arange(0, 1)
+                a = load_rows(row + one, one == 0, k0, H, LAYOUT.ptx, BK)
+                gate += packed_products(gates, weight, a, LAYOUT).reshape(WIDTH, PARTS)
+                if GATE.form == "concatenated":
+                    up += packed_products(ups, weight, a, LAYOUT).reshape(BN, PARTS)
             else:
+                a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)
                 at = rows + k[None, :] * LAYOUT.stride_k
                 gates = _weights(at, m, k, END, H, WIDTH, BK)
                 gate += _products(
@@ -163,21 +148,13 @@ def decode_down_kernel(
         if WEIGHTED:
             scale = tl.load(slot_weight + slot, mask=live, other=0.0).to(tl.float32)
             a *= scale
-        if LAYOUT.format != "":
-            weight = Weight(w, scales, zeros, table)
-            acc += _packed_products(
-                weight, expert, n, n < height, a, k0, width, LAYOUT, BN, BK, PARTS
-            )
-        else:
-            at = w + expert * LAYOUT.stride_e + n[:, None] * LAYOUT.stride_n
-            at += k[None, :] * LAYOUT.stride_k
-            weights = tl.load(at, mask=(n[:, None] < H) & (k[None, :] < width), other=0.0)
-            own = scales
-            if scales is not None:
-                own += expert * LAYOUT.scale_e
-            acc += _products(
-                weights, own, a, None, n, k0, height, width, LAYOUT, 0, 0, BN, BK, PARTS
-            )
+        at = w + expert * LAYOUT.stride_e + n[:, None] * LAYOUT.stride_n
+        at += k[None, :] * LAYOUT.stride_k
+        weights = tl.load(at, mask=(n[:, None] < H) & (k[None, :] < width), other=0.0)
+        own = scales
+        if scales is not None:
+            own += expert * LAYOUT.scale_e
+        acc += _products(weights, own, a, None, n, k0, height, width, LAYOUT, 0, 0, BN, BK, PARTS)
         if BIAS:
             value = tl.load(bias + expert * H + n, mask=(n < height) & (k0 == 0), other=0.0)
             value = value.to(tl.float32)
@@ -198,14 +175,26 @@ def decodes(top_k_index: Tensor, gate_up_proj: Tensor | Packed, down_proj: Tenso
     return tokens > 0 and few and by_rows
 
 
-def _block(size: int, k: int, stride_k: int, *, down: bool, group: int) -> dict[str, int]:
+def _block(size: int, k: int, layout: Layout, *, choices: int = 0) -> dict[str, int]:
     """A program's columns, the block of its reduction, the sums it keeps of that, its warps, and
-    how many blocks are on their way; from docs/kernels.md's sweep. `group` of the reduction share a
-    scale; 0: there is none."""
+    how many blocks are on their way; from docs/kernels.md's sweeps. `choices` of a token, padded to
+    a power of two, are summed by the second product."""
+    down = choices > 0
+    group = layout.group or (BLOCK if layout.scale_e else 0)  # of the reduction share a scale
     k, stages = power_of_two(k), 1
     if INTERPRET:
         bn, bk, warps = 16, max(64, group), 4
-    elif stride_k != 1:
+    elif layout.ptx and down:
+        bn = max(1, min(8, 64 // choices))  # a program multiplies all choices at once
+        warps = 8 if k > 1024 and choices > 4 else 4
+        bk = min(512 if layout.format == "int4" else 1024, k)
+    elif layout.ptx and k <= 2048:
+        bn, bk, warps = 4, min(1024, k), 1
+    elif layout.ptx:
+        bn, bk, warps, stages = 8 if k > 4096 else 4, 512, 1, 3
+    elif layout.format and down:
+        bn, bk, warps = max(1, min(4, 32 // choices)), min(256, k), 4
+    elif layout.stride_k != 1:
         wide = 1 if down or group else 2
         bn, bk, warps = wide * 64 // size, min((1024 if down else wide * 256) // size, k), 8
     elif down:
@@ -239,6 +228,8 @@ def decode(
     tokens, hidden = x.shape
     top_k = top_k_index.shape[1]
     inner = down_proj.shape[2]
+    if isinstance(gate_up_proj, Packed) and (x.stride(0) % 2 or x.data_ptr() % 8):
+        x = x.clone(memory_format=torch.contiguous_format)  # pairs of a row are loaded at once
     first = weight_operand(gate_up_proj, gate_up_scale)
     second = weight_operand(down_proj, down_scale)
     gate_up, down = _launches(
@@ -274,18 +265,17 @@ def _launches(
 ) -> tuple[Launch, Launch]:
     """Of the two kernels."""
     sizes = {"H": hidden, "I": inner, "E": experts, "TOP_K": top_k}
-    groups = [each.group or (BLOCK if each.scale_e else 0) for each in (gate_up, down)]
-    block = _block(itemsize, hidden, gate_up.stride_k, down=False, group=groups[0])
+    choices = power_of_two(top_k)
     first = Launch(
         decode_gate_up_kernel,
         **dict(zip(("STRIDE_X", "STRIDE_XS", "STRIDE_XG"), x_strides)),
         LAYOUT=gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
-        BIAS=gate_up_bias, GATE=gate_of(activation), **block,
+        BIAS=gate_up_bias, GATE=gate_of(activation),
+        **_block(itemsize, hidden, gate_up),
     )  # fmt: skip
-    block = _block(itemsize, inner, down.stride_k, down=True, group=groups[1])
     second = Launch(
-        decode_down_kernel,
-        LAYOUT=down, **sizes, KP=power_of_two(top_k), WEIGHTED=not weight_on_input,
-        BIAS=down_bias, **block,
+        decode_down_packed_kernel if down.format else decode_down_kernel,
+        LAYOUT=down, **sizes, KP=choices, WEIGHTED=not weight_on_input,
+        BIAS=down_bias, **_block(itemsize, inner, down, choices=choices),
     )  # fmt: skip
     return first, second

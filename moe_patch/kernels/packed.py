@@ -9,6 +9,7 @@ sums over a group first, and scales the sum.)
 from __future__ import annotations
 
 import functools
+import struct
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ def operand(weight: Packed, bn: int, bk: int, halves: int) -> tuple[Any, Tensor 
     if bn:
         data, tma = box(data, block, halves=halves)
     table = values(weight)
-    nvidia = chips.chip(weight.codes.device).arch.startswith("sm_") and not INTERPRET
-    ptx, k_major = nvidia and table is not None, not weight.turned
+    ptx = chips.chip(weight.codes.device).arch.startswith("sm_") and not INTERPRET
+    k_major = not weight.turned
     return data, table, Layout(*strides, *scales, tma, k_major, weight.format, weight.group, ptx)
 
 
@@ -78,6 +79,10 @@ def _pairs(format: str, device: torch.device) -> Tensor:
     return (bits.repeat(16) | bits.repeat_interleave(16) << 16).to(device)
 
 
+def _bits(value: float) -> int:
+    return int.from_bytes(struct.pack(">f", value), "big")
+
+
 _LOOK_UP: tl.constexpr = tl.constexpr(
     "{ .reg .u32 code;"
     + "".join(
@@ -89,6 +94,31 @@ _LOOK_UP: tl.constexpr = tl.constexpr(
 )
 """Of four bytes: what their low halves stand for, then their high ones. Lane l of a warp has the
 value of code l % 16, and a shuffle reads no more than five bits of the lane it is to ask."""
+_E2M1: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 w, x; shr.u32 w, $8, 8; "
+    + "".join(
+        f"and.b32 x, {'$8' if place < 2 else 'w'}, {0x000F000F << place % 2 * 4:#x}; "
+        f"mul.lo.u32 x, x, {0x1040 >> place % 2 * 4:#x}; "
+        f"and.b32 ${place // 2 + place % 2 * 4 + 2}, x, 0x81C00000; "
+        "shl.b32 x, x, 16; "
+        f"and.b32 ${place // 2 + place % 2 * 4}, x, 0x81C00000; "
+        for place in range(4)
+    )
+    + "}"
+)
+"""Of four bytes, as `_LOOK_UP`: what they stand for, times 2 ** -126. Two codes that are 16 bits
+apart are multiplied at once, so that the sign comes to bit 15 and the others to bits 8 to 6."""
+_INT4: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 w, x; .reg .f32 f; shr.u32 w, $8, 16; "
+    + "".join(
+        f"lop3.b32 x, {'$8' if place < 4 else 'w'}, {15 << place % 4 * 4:#x}, 0x4B000000, 0xEA; "
+        f"mov.b32 f, x; fma.rn.f32 ${place // 2 + place % 2 * 4}, f, "
+        f"0f{_bits(16.0 ** -(place % 4)):08X}, 0f{_bits(-(2.0 ** (23 - place % 4 * 4))):08X}; "
+        for place in range(8)
+    )
+    + "}"
+)
+"""Of four bytes, as `_LOOK_UP`: their codes, where they are, behind 2 ** 23."""
 _OWN_VALUE: tl.constexpr = tl.constexpr(
     "{ .reg .u32 lane; .reg .u64 at; mov.u32 lane, %laneid; and.b32 lane, lane, 15; "
     "mad.wide.u32 at, lane, 4, $1; ld.global.nc.f32 $0, [at]; }"
@@ -99,23 +129,29 @@ _OWN_VALUE: tl.constexpr = tl.constexpr(
 def decoded(codes, table, FORMAT: tl.constexpr, PTX: tl.constexpr):
     """[R, 2 C] float32, not scaled, of bytes [R, C] with two codes each, the first in the low half.
 
-    "mxfp4": e2m1; "int4": the code itself; else from the table.
+    "mxfp4": e2m1, times 2 ** -126; "int4": the code itself; else from the table.
     """
     if PTX:
-        own = tl.inline_asm_elementwise(
-            _OWN_VALUE, "=f,l", [table], dtype=tl.float32, is_pure=True, pack=1
-        )
-        low, high = tl.inline_asm_elementwise(
-            _LOOK_UP, "=f,=f,=f,=f,=f,=f,=f,=f,r,f,f,f,f", [codes, own],
-            dtype=(tl.float32, tl.float32), is_pure=False, pack=4,
-        )  # fmt: skip
+        if FORMAT == "mxfp4" or FORMAT == "int4":
+            ptx: tl.constexpr = _E2M1 if FORMAT == "mxfp4" else _INT4
+            low, high = tl.inline_asm_elementwise(
+                ptx, "=f,=f,=f,=f,=f,=f,=f,=f,r", [codes],
+                dtype=(tl.float32, tl.float32), is_pure=True, pack=4,
+            )  # fmt: skip
+        else:
+            own = tl.inline_asm_elementwise(
+                _OWN_VALUE, "=f,l", [table], dtype=tl.float32, is_pure=True, pack=1
+            )
+            low, high = tl.inline_asm_elementwise(
+                _LOOK_UP, "=f,=f,=f,=f,=f,=f,=f,=f,r,f,f,f,f", [codes, own],
+                dtype=(tl.float32, tl.float32), is_pure=False, pack=4,
+            )  # fmt: skip
         return tl.join(low, high).reshape(codes.shape[0], 2 * codes.shape[1])
     else:
         code = tl.join(codes & 15, codes >> 4).reshape(codes.shape[0], 2 * codes.shape[1])
         if FORMAT == "mxfp4":
             bits = code.to(tl.int32)
-            value = (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
-            return value * 8.507059173023462e37  # 2**126: the exponents' biases are 1 and 127
+            return (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True)
         elif FORMAT == "int4":
             return code.to(tl.float32)
         else:
@@ -123,32 +159,49 @@ def decoded(codes, table, FORMAT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def in_groups(
-    codes, weight, expert, rows, inside, first, END, LAYOUT: tl.constexpr,
-    STRIDE_R: tl.constexpr, STRIDE_C: tl.constexpr,
+def load_groups(
+    weight, expert, rows, inside, first, END, LAYOUT: tl.constexpr,
+    STRIDE_R: tl.constexpr, STRIDE_C: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """What bytes [R, C / 2] stand for, as groups that share a scale: ([R, G, C / G] float32, scales
-    [R, G]). They are columns `first` to `first` + C, of END, of rows `rows` [R] of the expert's
-    weight as it lies, where `inside` [R]; the scales of its row r and group g lie at
-    r * STRIDE_R + g * STRIDE_C."""
-    GROUP: tl.constexpr = LAYOUT.group
-    FORMAT: tl.constexpr = LAYOUT.format
-    PTX: tl.constexpr = LAYOUT.ptx
-    C: tl.constexpr = 2 * codes.shape[1]
-    GROUPS: tl.constexpr = C // GROUP if C > GROUP else 1
-    value = decoded(codes, weight.table, FORMAT, PTX)
-    value = value.reshape(codes.shape[0], GROUPS, C // GROUPS)
-    group = first // GROUP + tl.arange(0, GROUPS)
+    """Scales [R, G] and zeros, as they are stored, of the groups in columns `first` to `first` + C,
+    of END, of rows `rows` [R] of the expert's weight as it lies, where `inside` [R]; `expert` may
+    be [R, 1], too. Those of its row r and group g lie at r * STRIDE_R + g * STRIDE_C. Without
+    zeros: scales twice."""
+    GROUPS: tl.constexpr = C // LAYOUT.group if LAYOUT.group < C else 1
+    group = first // LAYOUT.group + tl.arange(0, GROUPS)
     at = expert.to(tl.int64) * LAYOUT.scale_e
     at += rows[:, None] * STRIDE_R + group[None, :] * STRIDE_C
-    mask = inside[:, None] & (group[None, :] < END // GROUP)
-    scale = widen_scale(tl.load(weight.scales + at, mask=mask, other=0)).to(tl.float32)
+    mask = inside[:, None] & (group[None, :] < END // LAYOUT.group)
+    scale = tl.load(weight.scales + at, mask=mask, other=0)
+    if weight.zeros is not None:
+        return scale, tl.load(weight.zeros + at, mask=mask, other=0)
+    else:
+        return scale, scale
+
+
+@triton.jit
+def in_groups(value, scale, zero, weight, FORMAT: tl.constexpr):
+    """`decoded` codes [R, C], less their zeros, as groups that share a scale: ([R, G, C / G],
+    scales [R, G] in float32) by what `load_groups` returned."""
+    GROUPS: tl.constexpr = scale.shape[1]
+    value = value.reshape(value.shape[0], GROUPS, value.shape[1] // GROUPS)
     if FORMAT == "int4":
-        zero = 8.0
         if weight.zeros is not None:
-            zero = tl.load(weight.zeros + at, mask=mask, other=0).to(tl.float32)[:, :, None]
-        value -= zero
-    return value, scale
+            value -= zero.to(tl.float32)[:, :, None]
+        else:
+            value -= 8.0
+    return value, widen_scale(scale).to(tl.float32)
+
+
+@triton.jit
+def _scaled(value, scale, zero, weight, FORMAT: tl.constexpr):
+    """[R, C] float32, arguments as of `in_groups`."""
+    R: tl.constexpr = value.shape[0]
+    C: tl.constexpr = value.shape[1]
+    value, scale = in_groups(value, scale, zero, weight, FORMAT)
+    if FORMAT == "mxfp4":
+        value *= 8.507059173023462e37  # 2**126: the exponents' biases are 1 and 127
+    return (value * scale[:, :, None]).reshape(R, C)
 
 
 @triton.jit
@@ -157,6 +210,8 @@ def load_packed(
     N_END: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """As `load_weight`, of weights in 4 bits, in float32."""
+    FORMAT: tl.constexpr = LAYOUT.format
+    PTX: tl.constexpr = LAYOUT.ptx if weight.table is not None else False
     if LAYOUT.k_major:
         column = tl.arange(0, HALVES * BN)
         n = n0 + column % BN
@@ -171,10 +226,11 @@ def load_packed(
             at = weight.data + expert.to(tl.int64) * LAYOUT.stride_e
             at += rows[:, None] * LAYOUT.stride_n + k[None, :] * LAYOUT.stride_k
             codes = tl.load(at, mask=inside[:, None] & (k[None, :] < K // 2), other=0)
-        value, scale = in_groups(
-            codes, weight, expert, rows, inside, k0, K, LAYOUT, LAYOUT.scale_n, LAYOUT.scale_k
+        value = decoded(codes, weight.table, FORMAT, PTX)
+        scale, zero = load_groups(
+            weight, expert, rows, inside, k0, K, LAYOUT, LAYOUT.scale_n, LAYOUT.scale_k, BK
         )
-        return (value * scale[:, :, None]).reshape(HALVES * BN, BK).T
+        return _scaled(value, scale, zero, weight, FORMAT).T
     else:
         tl.static_assert(HALVES == 1)
         rows = k0 + tl.arange(0, BK)
@@ -186,7 +242,8 @@ def load_packed(
             at = weight.data + expert.to(tl.int64) * LAYOUT.stride_e
             at += rows[:, None] * LAYOUT.stride_k + n[None, :] * LAYOUT.stride_n
             codes = tl.load(at, mask=inside[:, None] & (n[None, :] < N_END // 2), other=0)
-        value, scale = in_groups(
-            codes, weight, expert, rows, inside, n0, N_END, LAYOUT, LAYOUT.scale_k, LAYOUT.scale_n
+        value = decoded(codes, weight.table, FORMAT, PTX)
+        scale, zero = load_groups(
+            weight, expert, rows, inside, n0, N_END, LAYOUT, LAYOUT.scale_k, LAYOUT.scale_n, BN
         )
-        return (value * scale[:, :, None]).reshape(BK, BN)
+        return _scaled(value, scale, zero, weight, FORMAT)

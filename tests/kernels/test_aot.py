@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROUTING = {"topk_kernel", "topk_backward_kernel", "count_kernel", "place_kernel"}
 DECODE = {"decode_gate_up_kernel", "decode_down_kernel"}
+DECODE_4_BITS = {"decode_gate_up_kernel", "decode_down_packed_kernel"}
 GROUPED = {"gate_up_kernel", "grouped_gemm_kernel", "dgate_kernel", "dw_kernel"}
 KERNELS = ROUTING | DECODE | GROUPED | {"combine_kernel", "sum_partials_kernel"}
 HOPPER = {f"{name}_hopper_kernel" for name in ("fp8", "gate_up", "gemm", "dw")}
@@ -36,13 +37,13 @@ def elsewhere(*case):
         elsewhere("sm_89 sm_103 sm_121", "middle", KERNELS - ROUTING - DECODE),
         ("sm_80 gfx942", BASIC, KERNELS),
         ("sm_80", "lora", GROUPED),
-        ("sm_89", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE),
-        elsewhere("gfx942", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE),
+        ("sm_89", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE_4_BITS),
+        elsewhere("gfx942", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE_4_BITS),
         ("sm_120", "lora fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
-            f"{BASIC} gpt_oss fp8_short nf4_short nf4_many",
-            KERNELS | HOPPER | IN_REGISTERS | {"row_sums_kernel"},
+            f"{BASIC} gpt_oss fp8_short nf4_short nf4_many int4_decode",
+            KERNELS | HOPPER | IN_REGISTERS | DECODE_4_BITS | {"row_sums_kernel"},
         ),
         elsewhere("sm_90", "llama4_scout one_token nemotron_h mxfp4", GROUPED),
     ],

@@ -166,6 +166,21 @@ def test_decoding(device, size, how, form, dtype):
     assert_close(out, truth, dtype)
 
 
+@pytest.mark.parametrize("format", ("nf4", "mxfp4", "int4"))
+@pytest.mark.parametrize("begin", (0, 1), ids=("odd stride", "unaligned"))
+def test_decoding_rows_of_any_place(device, begin, format):
+    arguments = in_4_bits(moe(device, torch.float16, 2, 128, 128, 96, 10, grad=False), format)
+    memory = torch.zeros(2, 129, device=device, dtype=torch.float16)
+    memory[:, begin : begin + 128] = arguments["hidden_states"]
+    with paths.recorded() as seen:
+        expected = fused_experts(**arguments)
+        arguments["hidden_states"] = memory[:, begin : begin + 128]
+        assert torch.equal(fused_experts(**arguments), expected)
+    assert seen == {"decode"}
+    truth = reference.fused_experts(**in_double(arguments))
+    assert_close(expected, truth, torch.float16)
+
+
 @pytest.mark.parametrize("tokens", (1, 9))
 def test_projections_have_groups_of_their_own(device, tokens):
     arguments = moe(device, torch.float32, tokens, 128, 96, 8, 2)
