@@ -33,7 +33,8 @@ FLOORS = tuple(
         kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize
         kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.stores
         kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dw kernels.hopper.fp8
-        kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed kernels.in_steps kernels.packed_products
+        kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed kernels.in_steps
+        kernels.packed_products
         kernels.dequantize
         kernels.gate_up kernels.dgate kernels.decode_packed kernels.decode kernels.grouped_gemm
         kernels.dw

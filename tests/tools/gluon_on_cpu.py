@@ -552,7 +552,9 @@ def _copy(to: Shared, pointer: P, mask: Any = None) -> None:
     def comes() -> None:
         to.v.copy_(torch.where(inside, pointer.memory[at], torch.zeros((), dtype=to.v.dtype)))
 
-    here().groups[-1].append(_once(comes))
+    copied = _once(comes)
+    here().groups[-1].append(copied)
+    here().world.coming.append(copied)
 
 
 def _once(call: Callable[[], None]) -> Callable[[], None]:
@@ -590,8 +592,8 @@ def _wait_group(left: int) -> None:
 
 FAKES: dict[str, Any] = {
     "gl": LANGUAGE, "tl": LANGUAGE, "async_load": _tma_load, "async_store": _tma_store,
-    "copy": _copy, "barrier": lambda: None, "fence_async_shared": lambda: None, "warpgroup_mma": _mma,
-    "warpgroup_mma_wait": _mma_wait,
+    "copy": _copy, "barrier": lambda: None, "fence_async_shared": lambda: None,
+    "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
     "tma": types.SimpleNamespace(store_wait=_store_wait),
     "async_copy": types.SimpleNamespace(
         mbarrier_arrive=_copies_arrive, commit_group=lambda: here().groups.append([]),

@@ -1,0 +1,128 @@
+"""Assembly in kernels, run for a thread at a time: what it computes is what its twins say."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import ptx_on_cpu
+import pytest
+import torch
+from ptx import MASK, Thread, as_bits, as_float, bfloat, bfloat_bits
+
+from moe_patch.formats.packed import FORMATS, Packed
+from moe_patch.kernels import packed
+from moe_patch.kernels.hopper import codes, lookup
+
+NF4 = FORMATS["nf4"].values
+WORDS = [0x76543210, 0xFEDCBA98, 0x01234567, 0x89ABCDEF, 0, MASK]
+WORDS += [random.Random(0).randrange(1 << 32) for _ in range(20)]
+NIBBLES = [[word >> 4 * place & 15 for place in range(8)] for word in WORDS]
+TABLE = {1 << 20 | 4 * code: as_bits(value) for code, value in enumerate(NF4)}
+
+
+def signed(word):
+    return torch.tensor(word - (1 << 32) if word >> 31 else word, dtype=torch.int32)
+
+
+def twin(text, word, *rest):
+    """bfloat16 values of a word, by the function that tests of whole kernels use."""
+    return [float(each) for each in ptx_on_cpu.IN_PYTHON[text](signed(word), *rest)]
+
+
+@pytest.mark.parametrize(
+    "name, values", [("_E2M1", "mxfp4"), ("_INT4", "int4"), ("_LOOK_UP", "nf4")]
+)
+def test_of_four_bytes(name, values):
+    """What low halves stand for, then what high ones do; mxfp4's are times 2 ** -126."""
+    text = getattr(packed, name).value
+    known = range(16) if values == "int4" else FORMATS[values].values
+    known = [value * (2.0**-126 if values == "mxfp4" else 1.0) for value in known]
+    for word, nibbles in zip(WORDS, NIBBLES):
+        thread = Thread(of_lane=lambda lane: as_bits(NF4[lane % 16]))
+        found = [as_float(bits) for bits in thread.run(text, word, 0)]
+        wanted = [known[code] for code in nibbles[::2] + nibbles[1::2]]
+        assert torch.equal(torch.tensor(found), torch.tensor(wanted)), hex(word)
+
+
+@pytest.mark.parametrize("exponent", [31, 100, 127, 150, 158])
+def test_mxfp4(exponent):
+    (factor,) = Thread().run(codes._POWER.value, exponent, outputs=1)
+    power = torch.exp2(torch.tensor(exponent).float() - 127 - codes.LESS.value)
+    assert factor >> 16 == factor & 0xFFFF
+    for word in WORDS:
+        found = [bfloat(bits) for bits in Thread().run(codes._MXFP4.value, word, factor)]
+        assert found == twin(codes._MXFP4.value, word, power), hex(word)
+
+
+def test_scales_of_mxfp4_that_are_too_large():
+    for exponent in (159, 200, 255):
+        (factor,) = Thread().run(codes._POWER.value, exponent, outputs=1)
+        found = Thread().run(codes._MXFP4.value, 0x77777777, factor)
+        assert not any(math.isfinite(bfloat(bits)) for bits in found)
+
+
+@pytest.mark.parametrize("zero", [0, 8, 15])
+def test_int4(zero):
+    for scale in (1.0, 0.00537109375, -3.0):
+        (twice,) = Thread().run(codes._TWICE.value, bfloat_bits(scale), outputs=1)
+        for word in WORDS:
+            point = zero * 0x10001 + 0x43004300
+            found = [bfloat(b) for b in Thread().run(codes._INT4.value, word, twice, point)]
+            wanted = twin(codes._INT4.value, word, torch.tensor(scale), torch.tensor(point))
+            assert found == wanted, hex(word)
+            wide = scale * 1.0003
+            bits = as_bits(wide), as_bits(zero + 8388608.0)
+            found = [bfloat(b) for b in Thread().run(codes._INT4_IN_FLOAT.value, word, *bits)]
+            given = torch.tensor(as_float(bits[0])), torch.tensor(zero + 8388608.0)
+            assert found == twin(codes._INT4_IN_FLOAT.value, word, *given), hex(word)
+
+
+def test_nf4_from_lanes():
+    for lane in (0, 5, 31):
+        (own,) = Thread(lane=lane, memory=TABLE).run(codes._OWN_VALUE.value, 1 << 20, outputs=1)
+        assert as_float(own) == torch.tensor(NF4[lane % 16]).float()
+    scale = torch.tensor(0.0123)
+    for word in WORDS:
+        thread = Thread(of_lane=lambda lane: as_bits(NF4[lane % 16]))
+        found = [bfloat(b) for b in thread.run(codes._LOOKED_UP.value, word, as_bits(0.0123), 0)]
+        table = type("Table", (), {"memory": torch.tensor(NF4)})
+        assert found == twin(codes._LOOKED_UP.value, word, scale, table), hex(word)
+
+
+def test_nf4_from_pairs():
+    """Every thread finds its own copy; no two of a warp are in the same bank."""
+    stack = Packed(torch.zeros(1, 1, 32, dtype=torch.uint8), torch.ones(1, 1, 1), None, "nf4")
+    pairs = packed.pairs_of_codes(stack)
+    memory = {4 * i: int(pair) & MASK for i, pair in enumerate(pairs)}
+    shared: dict[int, int] = {}
+    for thread in range(256):
+        Thread(lane=thread % 32, thread=thread, shared=shared, memory=memory).run(
+            lookup._FILLED.value, 0, outputs=1
+        )
+    assert sorted(shared) == list(range(1024, 1024 + 32768, 4))
+    assert all(shared[1024 + 128 * byte] == memory[4 * byte] for byte in range(256))
+    large, small = bfloat_bits(0.0123), bfloat_bits(0.0123 - bfloat(bfloat_bits(0.0123)))
+    wanted = torch.tensor(NF4) * 0.0123 / packed.PAIR_UNIT
+    for lane in (0, 7, 31):
+        (bank,) = Thread(lane=lane).run(lookup._BANK.value, 0, outputs=1)
+        read = Read(shared)
+        for word, nibbles in zip(WORDS, NIBBLES):
+            thread = Thread(lane=lane, shared=read)
+            both = large * 0x10001, small * 0x10001
+            found = [bfloat(b) for b in thread.run(codes._IN_PAIRS.value, word, bank, *both)]
+            close = wanted[nibbles]
+            assert torch.allclose(torch.tensor(found), close, rtol=2**-7.5, atol=0), hex(word)
+        assert {at // 4 % 32 for at in read.asked} == {lane}
+
+
+class Read(dict):
+    """Shared memory that knows which of it was read."""
+
+    def __init__(self, memory):
+        super().__init__(memory)
+        self.asked = set()
+
+    def __getitem__(self, at):
+        self.asked.add(at)
+        return super().__getitem__(at)
