@@ -76,7 +76,7 @@ class Peers(Timed):
     """`bench peers`."""
 
     name = "peers"
-    help = "beside QuACK, Liger, DeepGEMM, PEFT and grouped-nf4-gemm, where installed"
+    help = "beside QuACK, Liger and others, where installed"
     about = (
         "Times and errors in one process. DeepGEMM's rows have fixed sizes. A peer that is not "
         "installed, or fails, is a note."
