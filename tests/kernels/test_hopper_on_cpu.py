@@ -8,7 +8,8 @@ import types
 import gluon_on_cpu
 import pytest
 import torch
-from gluon_on_cpu import Deadlock, on_cpu
+from drawn_order import Deadlock, here
+from gluon_on_cpu import on_cpu
 
 from moe_patch import reference
 from moe_patch.kernels import chips, dw, fp8_gemm, gate_up, grouped_gemm, tiles
@@ -196,17 +197,36 @@ def wrong_somewhere(**how):
 
 
 def test_nobody_waits_for_what_is_coming(monkeypatch, forgetful):
-    broken(monkeypatch, ("mbarrier", "wait"), lambda *_: gluon_on_cpu.here().let_others())
+    broken(monkeypatch, ("mbarrier", "wait"), lambda *_: here().let_others())
     with pytest.raises((AssertionError, Deadlock)):
         assert not wrong_somewhere()
 
 
 def test_a_warpgroup_that_releases_nothing_stops_all(monkeypatch, forgetful):
-    broken(monkeypatch, ("mbarrier", "arrive"), lambda *_, **__: gluon_on_cpu.here().let_others())
+    broken(monkeypatch, ("mbarrier", "arrive"), lambda *_, **__: here().let_others())
     with pytest.raises(Deadlock, match="waits for a barrier"):
         gemm(3)
 
 
 def test_staged_sums_are_overwritten_before_they_are_stored(monkeypatch, forgetful):
-    broken(monkeypatch, ("tma", "store_wait"), lambda _: gluon_on_cpu.here().let_others())
+    broken(monkeypatch, ("tma", "store_wait"), lambda _: here().let_others())
     assert wrong_somewhere()
+
+
+def test_sums_are_read_before_they_were_waited_for(monkeypatch, forgetful):
+    gluon_on_cpu.forget()
+    monkeypatch.setitem(gluon_on_cpu.FAKES, "warpgroup_mma_wait", lambda left, deps: deps[0])
+    with pytest.raises(AssertionError, match="read before"):
+        wrong_somewhere()
+
+
+def test_a_stage_is_released_before_it_was_multiplied(monkeypatch, forgetful):
+    """The wait lets all products be outstanding but where sums are read."""
+    gluon_on_cpu.forget()
+    wait = gluon_on_cpu.FAKES["warpgroup_mma_wait"]
+
+    def late(left, deps):
+        return wait(0, deps) if left == 0 else wait(8, deps)
+
+    monkeypatch.setitem(gluon_on_cpu.FAKES, "warpgroup_mma_wait", late)
+    assert wrong_somewhere(stages=2)

@@ -7,25 +7,25 @@ What a GPU does asynchronously happens here in an order that is drawn: copies by
 arrive some time before they are waited for, stores through TMA read shared memory some time after
 they are begun, and programs and their warpgroups take turns wherever one of them waits or begins
 something. So a box that is read before it came, or overwritten before it was read, gives wrong
-numbers with some seed, and barriers that nobody releases are a `Deadlock`. Shared memory is NaN, or
-nonsense, until it is written. Reading or writing past a tensor's memory is an error.
+numbers with some seed, and barriers that nobody releases are a `Deadlock`. A product is computed
+some time before it is waited for, from what its operands in shared memory are then. Shared memory
+is NaN, or nonsense, until it is written. Reading or writing past a tensor's memory is an error.
 
-Not seen: what threads of one warpgroup do to each other, layouts, swizzles, registers. wgmma is
-computed at once. Assembly needs a function in Python, by its text: `PTX`.
+Not seen: what threads of one warpgroup do to each other, layouts, swizzles, registers. Assembly
+needs a function in Python, by its text: `PTX`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import random
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import triton.language as tl
+from drawn_order import World, here, once
 from triton.experimental.gluon import language as gl
 
 from moe_patch.kernels.launch import Launch
@@ -40,84 +40,6 @@ NAMES = {
 }  # fmt: skip
 NAMES[torch.float8_e4m3fn] = tl.float8e4nv
 DTYPES = {found.name: dtype for dtype, found in NAMES.items()} | {"int1": torch.bool}
-
-
-class Deadlock(AssertionError):
-    """Everybody waits, and nothing is on its way."""
-
-
-# Who runs when
-
-
-class Task:
-    """A warpgroup, or a program's head. One runs at a time, until it lets others go on."""
-
-    def __init__(self, world: World, run: Callable[[], None], program: int) -> None:
-        self.world, self.program = world, program
-        self.may_go: Callable[[], bool] = lambda: True
-        self.doing, self.done = "begins", False
-        self.error: BaseException | None = None
-        self.groups: list[list[Callable[[], None]]] = [[]]
-        """Copies by cp.async that are not known to have arrived, by commits."""
-        self.stores: list[Callable[[], None]] = []
-        """Of TMA, that may not have read shared memory."""
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, args=(run,), daemon=True)
-        self._thread.start()
-
-    def _run(self, run: Callable[[], None]) -> None:
-        self._go.acquire()
-        _HERE.task = self
-        try:
-            run()
-        except BaseException as error:  # goes to whoever started all
-            self.error = error
-        self.done = True
-        self._back.release()
-
-    def resume(self) -> None:
-        self._go.release()
-        self._back.acquire()
-        if self.error:
-            raise self.error
-
-    def let_others(self, until: Callable[[], bool] = lambda: True, doing: str = "runs") -> None:
-        self.may_go, self.doing = until, doing
-        self._back.release()
-        self._go.acquire()
-
-
-_HERE = threading.local()
-
-
-def here() -> Task:
-    return _HERE.task
-
-
-class World:
-    """All programs of a launch, and what is on its way."""
-
-    def __init__(self, seed: int, programs: int, warps: int) -> None:
-        self.draw, self.programs, self.warps = random.Random(seed), programs, warps
-        self.tasks: list[Task] = []
-        self.coming: list[Callable[[], None]] = []
-
-    def start(self, run: Callable[[], None], program: int) -> Task:
-        self.tasks.append(Task(self, run, program))
-        return self.tasks[-1]
-
-    def run(self) -> None:
-        while True:
-            self.tasks = [task for task in self.tasks if not task.done]
-            able = [task for task in self.tasks if task.may_go()]
-            if not self.tasks and not self.coming:
-                return
-            if not able and not self.coming:
-                raise Deadlock("; ".join(f"{t.program}: {t.doing}" for t in self.tasks))
-            if self.coming and (not able or self.draw.random() < 0.3):
-                self.coming.pop(self.draw.randrange(len(self.coming)))()
-            else:
-                self.draw.choice(able).resume()
 
 
 # Values
@@ -483,12 +405,35 @@ def _range(*bounds: Any) -> Iterator[T]:
     return map(number, range(*(int(bound) for bound in bounds)))
 
 
+class Later(T):
+    """Sums that are computed some time before they are waited for."""
+
+    def __init__(self, layout: Any) -> None:
+        self.found: torch.Tensor | None = None
+        self.layout = layout
+
+    @property
+    def v(self) -> torch.Tensor:
+        assert self.found is not None, "sums are read before they were waited for"
+        return self.found
+
+
 def _mma(a: Any, b: Shared, acc: T, *, use_acc: bool = True, is_async: bool = False) -> T:
-    product = a.v.float() @ b.v.float()
-    return T(product + acc.v if use_acc else product, acc.layout)
+    task, sums = here(), Later(acc.layout)
+
+    def multiplies() -> None:
+        product = a.v.float() @ b.v.float()
+        sums.found = product + acc.v if use_acc else product
+
+    task.products.append(multiplies)
+    task.world.coming.append(lambda: task.multiply(max(0, len(task.products) - 1)))
+    if not is_async:
+        task.multiply()
+    return sums
 
 
 def _mma_wait(outstanding: int, deps: Any) -> Any:
+    here().multiply(int(outstanding))
     here().let_others(doing="multiplies")
     return deps[0] if len(deps) == 1 else tuple(deps)
 
@@ -532,7 +477,7 @@ def _tma_load(box: Box, at: Any, where: Any, to: Shared, pred: Any = True) -> No
 
 def _tma_store(box: Box, at: Any, what: Shared) -> None:
     task, at = here(), [int(each) for each in at]
-    goes = _once(lambda: box.write(at, what.v))
+    goes = once(lambda: box.write(at, what.v))
     task.stores.append(goes)
     task.world.coming.append(goes)
     task.let_others(doing="stores by TMA")
@@ -552,20 +497,9 @@ def _copy(to: Shared, pointer: P, mask: Any = None) -> None:
     def comes() -> None:
         to.v.copy_(torch.where(inside, pointer.memory[at], torch.zeros((), dtype=to.v.dtype)))
 
-    copied = _once(comes)
+    copied = once(comes)
     here().groups[-1].append(copied)
     here().world.coming.append(copied)
-
-
-def _once(call: Callable[[], None]) -> Callable[[], None]:
-    called: list[bool] = []
-
-    def run() -> None:
-        if not called:
-            called.append(True)
-            call()
-
-    return run
 
 
 def _copies_arrive(where: Any, increment_count: bool = True) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from gluon_on_cpu import PTX, P, here
+from drawn_order import here
+from gluon_on_cpu import PTX, P
 from torch import Tensor
 
 from moe_patch.formats.packed import FORMATS
