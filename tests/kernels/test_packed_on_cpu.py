@@ -69,7 +69,7 @@ def close(found, truth):
     return not found.numel() or bool(error.norm() <= 8e-3 * truth.norm())
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_gemm(seed):
     draw, order, x, weight, slot, expert = drawn(seed)
     rows = torch.randn(len(order.row_to_slot), x.shape[1]).bfloat16()
@@ -85,7 +85,7 @@ def test_gemm(seed):
     assert close(out[: len(slot)], truth) and bool((out[len(slot) :] == 7).all())
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_gate_up(seed):
     draw, order, x, weight, slot, expert = drawn(100 + seed)
     tokens, top_k = len(x), len(order.row_to_slot) // len(x)
@@ -107,7 +107,7 @@ def test_gate_up(seed):
     assert close(act[: len(slot)], reference.glu(truth, activation))
 
 
-@pytest.mark.parametrize("tokens", [20, 50, 300])
+@pytest.mark.parametrize("tokens", [50, 300])
 @pytest.mark.parametrize("how", range(len(HOWS)))
 def test_experts(monkeypatch, how, tokens):
     """Both products of a forward: the first hands act to the second in the order that it reads."""

@@ -11,7 +11,7 @@ import torch
 from ptx import MASK, Thread, as_bits, as_float, bfloat, bfloat_bits
 
 from moe_patch.formats.packed import FORMATS, Packed
-from moe_patch.kernels import packed
+from moe_patch.kernels import decode_packed, packed
 from moe_patch.kernels.hopper import codes, lookup
 
 NF4 = FORMATS["nf4"].values
@@ -76,6 +76,19 @@ def test_int4(zero):
             found = [bfloat(b) for b in Thread().run(codes._INT4_IN_FLOAT.value, word, *bits)]
             given = torch.tensor(as_float(bits[0])), torch.tensor(zero + 8388608.0)
             assert found == twin(codes._INT4_IN_FLOAT.value, word, *given), hex(word)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_pairs_of_a_row(dtype):
+    both = torch.tensor([-1.5, 3.25]).to(dtype)
+    whole = both.view(torch.int32 if dtype == torch.float32 else torch.int16).tolist()
+    size = dtype.itemsize
+    memory = {64 + size * i: bits & (1 << 8 * size) - 1 for i, bits in enumerate(whole)}
+    name = {torch.float32: "_TWO_FLOATS", torch.bfloat16: "_TWO_BFLOATS"}.get(dtype, "_TWO_HALVES")
+    if dtype == torch.bfloat16:  # they come as one word
+        memory = {64: memory[64] | memory[66] << 16}
+    found = Thread(memory=memory).run(getattr(decode_packed, name).value, 64, outputs=2)
+    assert [as_float(bits) for bits in found] == [-1.5, 3.25]
 
 
 def test_nf4_from_lanes():

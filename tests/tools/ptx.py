@@ -72,6 +72,7 @@ OPERATIONS: dict[str, Callable[..., int]] = {
     "mul.rn.bf16x2": _in_twos(lambda a, b: a * b),
     "sub.rn.bf16x2": _in_twos(lambda a, b: a - b),
     "fma.rn.bf16x2": _in_twos(lambda a, b, c: a * b + c),
+    "cvt.f32.f16": lambda a: as_bits(float(torch.tensor(a).short().view(torch.float16))),
     "cvt.rn.bf16x2.f32": lambda high, low: (
         bfloat_bits(as_float(high)) << 16 | bfloat_bits(as_float(low))
     ),
@@ -112,6 +113,12 @@ class Thread:
         return [self.registers[f"${i}"] for i in range(outputs)]
 
     def _step(self, operation: str, rest: str) -> None:
+        if operation.startswith("ld.global.v2"):
+            both, at = rest.split("}")
+            size = 2 if operation.endswith("b16") else 4
+            for i, to in enumerate(both.strip(" {").split(",")):
+                self.registers[to.strip()] = self.memory[self.at(at.strip(" ,")) + size * i]
+            return
         if operation in ("mov.b32", "mov.u32") and "{" in rest:
             self._halves(rest)
             return
