@@ -14,7 +14,7 @@ from .weights import Weight
 from .widen import widen
 
 _ROOT: tl.constexpr = tl.constexpr(2.0**63)
-"""Of 2 ** 126, which values of mxfp4 lack, so that neither factor leaves float32's range."""
+"""Root of 2 ** 126, the factor that values of mxfp4 lack: either half stays in float32's range."""
 _TWO_FLOATS: tl.constexpr = tl.constexpr("ld.global.v2.f32 {$0, $1}, [$2];")
 _TWO_BFLOATS: tl.constexpr = tl.constexpr(
     "{ .reg .b32 both; ld.global.b32 both, [$2]; shl.b32 $0, both, 16; "
@@ -79,8 +79,8 @@ def packed_products(loaded, weight, a, LAYOUT: tl.constexpr):
 def load_codes(
     weight, expert, rows, inside, k0, END: tl.constexpr, LAYOUT: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """What `packed_products` multiplies: rows [R] of the weight in 4 bits of one expert, or of
-    experts [R, 1], from column k0 on, of END."""
+    """Codes, scales and zeros that `packed_products` multiplies: rows [R] of the weight in 4 bits
+    of one expert, or of experts [R, 1], from column k0 on, of END."""
     k = k0 // 2 + tl.arange(0, BK // 2)
     at = weight.data + expert * LAYOUT.stride_e + rows[:, None] * LAYOUT.stride_n + k[None, :]
     codes = tl.load(at, mask=inside[:, None] & (k[None, :] < END // 2), other=0)

@@ -102,8 +102,8 @@ _POWER = gl.constexpr(  # bfloat16's bits of 2 ** (e8m0 - 127 + 126 - LESS), twi
 
 @gluon.jit
 def own_value(table, PLAN: gl.constexpr):
-    """What code l % 16 stands for, in lane l; where codes are looked up in pairs, the lane's bank;
-    anything where they are computed."""
+    """Value that code l % 16 stands for, in lane l; where codes are looked up in pairs, the lane's
+    bank; anything where they are computed."""
     if table is None:
         return gl.to_tensor(0.0)
     elif PLAN.pairs:

@@ -1,6 +1,6 @@
-"""What the 256 bytes of two 4-bit codes stand for, as pairs of bfloat16 in shared memory.
+"""Table of the 256 bytes of two 4-bit codes in shared memory: pairs of bfloat16, their values.
 
-The table lies there once for each of the 32 banks, 32 KB in all: each thread of a warp reads a copy
+It lies there once for each of the 32 banks, 32 KB in all: each thread of a warp reads a copy
 of its own, and none waits for another. It is declared in PTX, beside the shared memory that the
 compiler knows of.
 """
@@ -58,5 +58,6 @@ def fill_table(words):
 
 @gluon.jit
 def own_bank(anything):
-    """Where a thread's own copies are: four times its lane. Reads no value of `anything`, int32."""
+    """Place of a thread's own copies, in bytes: four times its lane. Reads no value of `anything`,
+    int32."""
     return gl.inline_asm_elementwise(_BANK, "=r,r", [anything], gl.int32, True, 1)
