@@ -90,7 +90,7 @@ def _sizes(weight: Packed, order: ExpertOrder, shape: Shape, columns: int) -> di
         "n": n, "k": k, "steps": cdiv(k, STEP), "bm": order.block_m, "group_m": 8,
         "format": weight.format, "group": weight.group, "zeros": weight.zeros is not None,
         "weight_e": n * k // 2, "scale_e": n * k // weight.group,
-        "pairs": _in_bytes(weight, order), "unit": packed.PAIR_UNIT,
+        "pairs": _in_bytes(weight, order),
         "whole": k % STEP == 0 and n == columns and n % (2 * shape.rows) == 0,
     }  # fmt: skip
 

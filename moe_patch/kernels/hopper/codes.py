@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..packed import PAIR_UNIT
 from .lookup import own_bank, pairs_of_word
 
 STEP = gl.constexpr(128)
@@ -89,6 +90,7 @@ _LOOKED_UP = _pairs(  # lane l of a warp has the value of code l % 16
 )  # fmt: skip
 _IN_PAIRS = pairs_of_word("mul.rn.bf16x2 at, pair, $11; fma.rn.bf16x2 pair, pair, $10, at;")
 _FOUR = gl.constexpr(_OUTPUTS + ",r,r,r,r")
+_UNIT = gl.constexpr(PAIR_UNIT)
 _OWN_VALUE = gl.constexpr(
     "{ .reg .u32 lane; .reg .u64 at; mov.u32 lane, %laneid; and.b32 lane, lane, 15; "
     "mad.wide.u32 at, lane, 4, $1; ld.global.nc.f32 $0, [at]; }"
@@ -158,7 +160,7 @@ def fragment(words, scale, zero, own, SUMS: gl.constexpr, PLAN: gl.constexpr):
             zero = zero.to(gl.float32) + 8388608.0  # exact
             found = _all(_INT4_IN_FLOAT, _FLOATS, [words, scale, zero])
     elif PLAN.pairs:
-        scale = scale.to(gl.float32) * PLAN.unit
+        scale = scale.to(gl.float32) * _UNIT
         large = scale.to(gl.bfloat16)
         small = (scale - large.to(gl.float32)).to(gl.bfloat16)
         large, small = gl.expand_dims(_twice(large), 2), gl.expand_dims(_twice(small), 2)

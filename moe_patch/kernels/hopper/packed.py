@@ -65,8 +65,6 @@ class Plan(NamedTuple):
     """Whether tiles and steps divide the weight, so that nothing has to be masked."""
     pairs: bool
     """Whether codes are looked up in shared memory, two at a time."""
-    unit: float
-    """What the values in that table have to be multiplied by."""
 
 
 class Weight(NamedTuple):
