@@ -103,10 +103,21 @@ def test_nf4_from_lanes():
         assert found == twin(codes._LOOKED_UP.value, word, scale, table), hex(word)
 
 
+def nf4_pairs():
+    stack = Packed(torch.zeros(1, 1, 32, dtype=torch.uint8), torch.ones(1, 1, 1), None, "nf4")
+    return packed.pairs_of_codes(stack)
+
+
+def test_pairs_are_nf4_values():
+    """Less than half of bfloat16's rounding away from them, the low half of a byte first."""
+    found = nf4_pairs().view(torch.bfloat16).view(256, 2).double() * packed.PAIR_UNIT
+    wanted = torch.tensor([(NF4[byte & 15], NF4[byte >> 4]) for byte in range(256)]).double()
+    assert torch.allclose(found, wanted, rtol=2**-9, atol=0)
+
+
 def test_nf4_from_pairs():
     """Every thread finds its own copy; no two of a warp are in the same bank."""
-    stack = Packed(torch.zeros(1, 1, 32, dtype=torch.uint8), torch.ones(1, 1, 1), None, "nf4")
-    pairs = packed.pairs_of_codes(stack)
+    pairs = nf4_pairs()
     memory = {4 * i: int(pair) & MASK for i, pair in enumerate(pairs)}
     shared: dict[int, int] = {}
     for thread in range(256):
