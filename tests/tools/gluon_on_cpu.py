@@ -56,11 +56,10 @@ class Type:
         self.layout, self.element_ty = layout, element_ty
 
 
-class T:
-    """A tensor in registers, or a number."""
+class _Held:
+    """What tensors in registers and in shared memory are asked."""
 
-    def __init__(self, v: torch.Tensor, layout: Any = None) -> None:
-        self.v, self.layout = v, layout
+    v: torch.Tensor
 
     @property
     def shape(self) -> list[int]:
@@ -69,6 +68,13 @@ class T:
     @property
     def dtype(self) -> Any:
         return NAMES[self.v.dtype]
+
+
+class T(_Held):
+    """A tensor in registers, or a number."""
+
+    def __init__(self, v: torch.Tensor, layout: Any = None) -> None:
+        self.v, self.layout = v, layout
 
     @property
     def type(self) -> Type:
@@ -182,19 +188,11 @@ class P:
         _bits(self.memory)[at[inside]] = value[inside]
 
 
-class Shared:
+class Shared(_Held):
     """Shared memory: a view of a tensor."""
 
     def __init__(self, v: torch.Tensor) -> None:
         self.v = v
-
-    @property
-    def shape(self) -> list[int]:
-        return list(self.v.shape)
-
-    @property
-    def dtype(self) -> Any:
-        return NAMES[self.v.dtype]
 
     def index(self, i: Any) -> Shared:
         return Shared(self.v[int(i)])
