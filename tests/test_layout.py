@@ -32,7 +32,8 @@ FLOORS = tuple(
         kernels.activate kernels.tiles kernels.widen kernels.packed kernels.weights kernels.topk
         kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize
         kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.stores
-        kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dw kernels.hopper.fp8
+        kernels.hopper.gather kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dgate
+        kernels.hopper.dw kernels.hopper.fp8
         kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed kernels.in_steps
         kernels.packed_products
         kernels.dequantize

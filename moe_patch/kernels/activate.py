@@ -58,3 +58,27 @@ def glu(gate, up, GATE: tl.constexpr):
         by_gate = tl.where(gate_over, 0.0, by_gate)
         by_up = tl.where(up_over, 0.0, by_up)
     return value * up, by_gate, by_up
+
+
+@triton.jit
+def through_gate(
+    d_act, gate, up, scale, mask, GATE: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr
+):  # fmt: skip
+    """(d_gate, d_up, act_out, d_s [BM]) of dA' and a gate and its up, all float32; `scale` [BM, 1]
+    are the routing weights. What is not in `mask` adds nothing to d_s."""
+    if WEIGHT_ON_INPUT:
+        up_scale = 1.0 if GATE.form == "ungated" else scale
+        value, by_gate, by_up = glu(gate * scale, up * up_scale, GATE)
+        d_gate, d_up = d_act * by_gate, d_act * by_up
+        if GATE.form == "ungated":
+            d_up = tl.zeros_like(d_up)
+        d_scale = tl.sum(tl.where(mask, d_gate * gate + d_up * up, 0.0), axis=1)
+        d_gate *= scale
+        d_up *= scale
+    else:
+        value, by_gate, by_up = glu(gate, up, GATE)
+        d_scale = tl.sum(tl.where(mask, d_act * value, 0.0), axis=1)
+        d_act *= scale
+        value *= scale
+        d_gate, d_up = d_act * by_gate, d_act * by_up
+    return d_gate, d_up, value, d_scale

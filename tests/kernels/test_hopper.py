@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_patch.kernels import chips, dw, gate_up, grouped_gemm, tiles
+from moe_patch.kernels import chips, dgate, dw, gate_up, grouped_gemm, tiles
 from moe_patch.kernels.tiles import ROLES, Product, Tile
 from moe_patch.ops.grouped import sort
 
@@ -28,7 +28,7 @@ def hopper(device):
 def ours(monkeypatch):
     """Answers of every `_on_hopper`, in turn."""
     answers = []
-    for module in (gate_up, grouped_gemm, dw):
+    for module in (gate_up, grouped_gemm, dgate, dw):
 
         def asked(*arguments, original=module._on_hopper):
             answers.append(original(*arguments))
@@ -128,6 +128,55 @@ def test_gate_up(number, hopper, ours):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(32))
+def test_dgate(number, hopper, ours):
+    """The bits of the kernel for every chip, parts of the sums included; a neighbour's NaN, and
+    what a dropped slot's rows hold, go nowhere."""
+    draw, dtype = random.Random(number), HALVES[number % 2]
+    torch.manual_seed(number)
+    order, tokens, top_k = random_order(draw, hopper, dtype)
+    offsets = order.expert_offsets
+    experts, slots = offsets.numel() - 1, tokens * top_k
+    inner, k = 8 * draw.randint(32, 120), 64 * draw.randint(4, 20)
+    d_out = with_slack(draw, tokens, k, dtype, hopper)
+    down = torch.randn(experts, k, inner, device=hopper).to(dtype) * 0.1
+    if draw.random() < 0.5:
+        down = down.mT.contiguous().mT
+    pre = torch.randn(slots, 2 * inner, device=hopper).to(dtype)
+    pre[int(offsets[-1]) :] = float("nan")
+    slot_weight = torch.rand(tokens, top_k, device=hopper)
+    need = {f"need_{name}": draw.random() < 0.8 for name in ("pre", "act", "scale")}
+    how = {
+        "weight_on_input": draw.random() < 0.3,
+        "activation": draw.choice(("silu", "gelu_tanh", "silu 7.0 1.702 1.0 concatenated")),
+    }
+    tile = random_tile(draw, order, 256)
+
+    def gradients(tile):
+        sizes = (2 * inner, dtype), (inner, dtype), (-(-inner // 256), torch.float32)
+        into = tuple(
+            torch.full((slots if needed else 0, size), 7.0, device=hopper, dtype=kind)
+            for needed, (size, kind) in zip(need.values(), sizes, strict=True)
+        )
+        with tiles.forced("dgate", tile):
+            return dgate.dgate(d_out, down, order, slot_weight, pre, **how, **need, into=into)
+
+    expected = gradients(replace(tile, warps=8, stages=3))
+    assert not ours
+    for _ in range(3):
+        for mine, other in zip(gradients(tile), expected, strict=True):
+            assert torch.equal(mine, other)
+    assert all(bool((each[int(offsets[-1]) :] == 7).all()) for each in expected)
+    poisoned = draw.randrange(experts)
+    own = slice(int(offsets[poisoned]), int(offsets[poisoned + 1]))
+    pre[own] = float("nan")
+    for mine, other in zip(gradients(tile), expected, strict=True):
+        mine[own] = other[own] = 0
+        assert torch.equal(mine, other)
+    assert ours == [True] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(32))
 def test_dw(number, hopper, ours):
     draw, dtype = random.Random(number), HALVES[number % 2]
     torch.manual_seed(number)
@@ -216,6 +265,13 @@ def test_tiles_of_192_rows_leave_few_of_them_empty(m, gather_left, shape):
         ("gemm", 64, 64, 2048, 768, torch.bfloat16, False, True),
         ("gemm", 64, 64, 5120, 8192, torch.bfloat16, False, False),
         ("gemm", 64, 64, 2048, 768, torch.bfloat16, True, False),
+        ("dgate", 128, 1024, 768, 2048, torch.bfloat16, False, True),
+        ("dgate", 64, 64, 768, 2048, torch.bfloat16, False, True),
+        ("dgate", 128, 1024, 768, 2048, torch.bfloat16, True, False),
+        ("dgate", 128, 1024, 2048, 7168, torch.bfloat16, False, False),
+        ("dgate", 64, 128, 2048, 7168, torch.bfloat16, False, True),
+        ("dgate", 64, 32, 768, 2048, torch.bfloat16, False, False),
+        ("dgate", 128, 1024, 128, 2048, torch.bfloat16, False, False),
         ("gate_up_w4", 128, 1024, 768, 2048, torch.bfloat16, False, False),
     ],
 )

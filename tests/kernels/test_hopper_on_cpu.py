@@ -12,7 +12,7 @@ from drawn_order import Deadlock, here
 from gluon_on_cpu import on_cpu
 
 from moe_patch import reference
-from moe_patch.kernels import chips, dw, fp8_gemm, gate_up, grouped_gemm, tiles
+from moe_patch.kernels import chips, dgate, dw, fp8_gemm, gate_up, grouped_gemm, tiles
 from moe_patch.kernels.tiles import ROLES, Tile
 from moe_patch.ops.grouped import sort
 
@@ -134,6 +134,48 @@ def test_dw(seed):
         gathered = p[rows.slot[of] // rows.top_k].double()
         truth[e] += gathered.T @ q[: rows.used][of].double()
     assert close(out, truth)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_dgate(seed):
+    draw = random.Random(300 + seed)
+    listed = draw.choice((64, 128))
+    rows = Rows(draw, listed)
+    inner, hidden = 8 * draw.randint(32, 70), 64 * draw.randint(4, 6)
+    d_out = torch.randn(rows.tokens, hidden).to(DTYPE)
+    weight = drawn_weight(draw, rows.experts, inner, hidden)
+    pre = torch.randn(rows.slots, 2 * inner).to(DTYPE)
+    by, on_input = torch.rand(rows.tokens, rows.top_k), draw.random() < 0.4
+    activation = draw.choice(("silu None 1.0 0.0 concatenated", "silu 7.0 1.702 1.0 concatenated"))
+    in_place = draw.random() < 0.5
+    before = pre.clone()
+    made = dgate.Made(
+        pre if in_place else torch.full_like(pre, 7.0),
+        torch.full((rows.slots, inner), 7.0, dtype=DTYPE),
+        torch.full((rows.slots, -(-inner // 256)), 7.0),
+    )
+    tile = Tile(listed, 256, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
+    with on_cpu(seed) as names:
+        assert dgate._on_hopper(
+            d_out, weight, rows.order, by, on_input, pre, made, tile, activation
+        )
+    assert names == ["dgate_hopper_kernel"]
+    d_act = rows.times(d_out[rows.slot // rows.top_k], weight)
+    scale = by.flatten()[rows.slot, None].double().requires_grad_()
+    x = before[: rows.used].double().requires_grad_()
+    act = reference.glu(x * scale, activation) if on_input else reference.glu(x, activation) * scale
+    d_x, d_scale = torch.autograd.grad(act, (x, scale), d_act)
+    used = slice(rows.used)
+    assert close(made.d_pre[used], d_x)
+    assert close(made.act[used], act.detach())
+    total = made.d_scale[used].double().sum(1)
+    assert torch.allclose(
+        total,
+        d_scale[:, 0],
+        rtol=1e-3,
+        atol=1e-3 * float(d_x.abs().sum(1).max() if rows.used else 1),
+    )
+    assert bool((made.act[rows.used :] == 7).all()) and bool((made.d_scale[rows.used :] == 7).all())
 
 
 @pytest.mark.parametrize("activated", [False, True])

@@ -40,6 +40,7 @@ NAMES = {
 }  # fmt: skip
 NAMES[torch.float8_e4m3fn] = tl.float8e4nv
 DTYPES = {found.name: dtype for dtype, found in NAMES.items()} | {"int1": torch.bool}
+DTYPES |= {"uint16": torch.int16, "uint32": torch.int32}  # bits
 
 
 # Values
@@ -246,9 +247,13 @@ class Barriers:
 
     def __init__(self, count: int) -> None:
         self.each: list[Barrier | None] = [None] * count
+        self.at = 0
 
-    def index(self, i: Any) -> tuple[list[Barrier | None], int]:
-        return self.each, int(i)
+    def index(self, i: Any) -> Barriers:
+        """One of them; what asks for a barrier takes the first."""
+        found = Barriers(0)
+        found.each, found.at = self.each, self.at + int(i)
+        return found
 
 
 class Box:
@@ -388,7 +393,8 @@ LANGUAGE = Language(
     minimum=_pairwise(torch.minimum), maximum=_pairwise(torch.maximum),
     fma=lambda a, b, c: a * b + c,
     exp=lambda x: T(x.v.exp(), x.layout), abs=lambda x: T(x.v.abs(), x.layout),
-    max=lambda x, axis: T(x.v.amax(axis)),
+    max=lambda x, axis: T(x.v.amax(axis)), sum=lambda x, axis: T(x.v.sum(axis)),
+    zeros_like=lambda x: T(torch.zeros_like(x.v), x.layout),
     join=lambda a, b: T(torch.stack((a.v, b.v), -1)),
     load=lambda p, mask=None, other=None, **_: p.load(mask, other),
     store=lambda p, value, mask=None, **_: p.store(value, mask),
@@ -436,14 +442,14 @@ def _mma_wait(outstanding: int, deps: Any) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
-def _barrier(where: tuple[list[Barrier | None], int]) -> Barrier:
-    found = where[0][where[1]]
+def _barrier(where: Barriers) -> Barrier:
+    found = where.each[where.at]
     assert found is not None, "the barrier was not initialised"
     return found
 
 
-def _init(where: tuple[list[Barrier | None], int], count: int) -> None:
-    where[0][where[1]] = Barrier(int(count))
+def _init(where: Barriers, count: int) -> None:
+    where.each[where.at] = Barrier(int(count))
 
 
 def _wait(where: Any, parity: Any, pred: Any = True) -> None:

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...compat import gluon_copy, gluon_load
+from ...compat import gluon_load
 from ..activate import glu
-from .ring import BK, multiply, pass_over, ring_of, wait_empty
+from .gather import produce, tokens_of
+from .ring import BK, multiply, pass_over, ring_of
 from .stores import in_halves, staged_for, store_box
-from .turns import own, take, tell, tiles_of, told, turns_of
+from .turns import tiles_of, told, turns_of
 
-async_load, copy = gluon_load(), gluon_copy()
+async_load = gluon_load()
 WIDTH = gl.constexpr(128)
 """Columns of a tile's gate, and of its up."""
 
@@ -58,74 +58,23 @@ class Result(NamedTuple):
     staged: Any
 
 
-@gluon.constexpr_function
-def _rows_layout():
-    """[64, 64] of x: a thread copies 16 bytes of a row at a time, eight of them a row."""
-    return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-
-
 @gluon.jit
-def _find(row_to_slot, tokens, turn, first, end, PLAN: gl.constexpr):
-    """Keeps which rows of x a tile's are; past the end: some token's."""
-    PARTS: gl.constexpr = PLAN.parts
-    local = gl.arange(0, 64, gl.SliceLayout(1, _rows_layout()))
-    for part in gl.static_range(PARTS):
-        rows = first + 64 * part + local
-        slot = gl.load(row_to_slot + rows, mask=rows < end, other=0)
-        tokens.index(turn % 2 * PARTS + part).store(slot // PLAN.top_k)
-
-
-@gluon.jit
-def _load(
-    x, w, ring, tokens, turn, step, expert, first, end, n,
-    FROM: gl.constexpr, TO: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """Brings columns FROM ... TO of a tile's operands, without parts past the expert's end."""
-    PARTS: gl.constexpr = PLAN.parts
-    by: gl.constexpr = _rows_layout()
-    columns = gl.expand_dims(gl.arange(0, BK, gl.SliceLayout(0, by)), 0)
-    parts = (gl.minimum(end - first, PLAN.bm) + 63) // 64
-    for count in gl.static_range(1, PARTS + 1):
-        if parts == count:
-            for k in range(FROM, TO, BK):
-                stage = wait_empty(ring, step + (k - FROM) // BK, PLAN)
-                full = ring.full.index(stage)
-                right = ring.right.index(stage)
-                mbarrier.expect(full, 2 * WIDTH * BK * 2)
-                if PLAN.right_turned:
-                    row = expert * (2 * PLAN.inner) + n
-                    async_load(w, [row, k], full, right.slice(0, WIDTH, dim=0))
-                    async_load(w, [row + PLAN.inner, k], full, right.slice(WIDTH, WIDTH, dim=0))
-                else:
-                    row = expert * PLAN.k + k
-                    async_load(w, [row, n], full, right.slice(0, WIDTH, dim=1))
-                    async_load(w, [row, n + PLAN.inner], full, right.slice(WIDTH, WIDTH, dim=1))
-                for part in gl.static_range(count):
-                    token = tokens.index(turn % 2 * PARTS + part).load(gl.SliceLayout(1, by))
-                    source = gl.expand_dims(token.to(gl.int64) * PLAN.stride_x, 1)
-                    copy(ring.left.index(PARTS * stage + part), x + source + columns + k)
-                async_copy.mbarrier_arrive(full, increment_count=False)
-    return step + (TO - FROM) // BK
+def _bring(w, full, right, expert, n, k, PLAN: gl.constexpr):
+    """Begins to load a step of WIDTH gates from column n on, and of their ups."""
+    mbarrier.expect(full, 2 * WIDTH * BK * 2)
+    if PLAN.right_turned:
+        row = expert * (2 * PLAN.inner) + n
+        async_load(w, [row, k], full, right.slice(0, WIDTH, dim=0))
+        async_load(w, [row + PLAN.inner, k], full, right.slice(WIDTH, WIDTH, dim=0))
+    else:
+        row = expert * PLAN.k + k
+        async_load(w, [row, n], full, right.slice(0, WIDTH, dim=1))
+        async_load(w, [row, n + PLAN.inner], full, right.slice(WIDTH, WIDTH, dim=1))
 
 
 @gluon.jit
 def _produce(x, w, row_to_slot, tokens, tiles, ring, turns, PLAN: gl.constexpr):
-    NUM_N: gl.constexpr = (PLAN.inner + WIDTH - 1) // WIDTH
-    FILLED: gl.constexpr = min(PLAN.stages * BK, PLAN.k)
-    step, turn = 0, 0
-    tell(turns, 0, gl.program_id(0), tiles, NUM_N, PLAN)
-    expert, first, end, column = own(turns, 0)
-    _find(row_to_slot, tokens, 0, first, end, PLAN)
-    while end > 0:
-        n = column * WIDTH
-        step = _load(x, w, ring, tokens, turn, step, expert, first, end, n, 0, FILLED, PLAN)
-        # the ring is full: there is time to ask for the next tile and its rows
-        tell(turns, turn + 1, take(turns), tiles, NUM_N, PLAN)
-        _, below, limit, _ = own(turns, turn + 1)
-        _find(row_to_slot, tokens, turn + 1, below, limit, PLAN)
-        step = _load(x, w, ring, tokens, turn, step, expert, first, end, n, FILLED, PLAN.k, PLAN)
-        turn += 1
-        expert, first, end, column = own(turns, turn)
+    produce(x, w, row_to_slot, tokens, tiles, ring, turns, _bring, WIDTH, PLAN)
 
 
 @gluon.jit
@@ -199,9 +148,7 @@ def gate_up_hopper_kernel(
     ring, turns = ring_of(act.dtype.element_ty, PLAN), turns_of(taken, PLAN)
     staged = staged_for(act.dtype.element_ty, PLAN)
     result = Result(act, act_box, pre, gate_box, up_box, staged)
-    PARTS: gl.constexpr = PLAN.parts
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tokens = gl.allocate_shared_memory(gl.int32, [2 * PARTS, 64], plain)  # two tiles' rows
+    tokens = tokens_of(PLAN)
     gl.warp_specialize(
         [
             (_consume, (result, slot_weight, row_to_slot, ring, turns, 0, PLAN, GATE)),
