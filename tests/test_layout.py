@@ -35,7 +35,8 @@ FLOORS = tuple(
         kernels.hopper.gather kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dgate
         kernels.hopper.dw kernels.hopper.fp8
         kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed kernels.in_steps
-        kernels.packed_products
+        kernels.hopper.pairs_ring kernels.hopper.pairs_sums kernels.hopper.pairs
+        kernels.pairs kernels.packed_products
         kernels.dequantize
         kernels.gate_up kernels.dgate kernels.decode_packed kernels.decode kernels.grouped_gemm
         kernels.dw

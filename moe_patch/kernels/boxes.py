@@ -99,7 +99,7 @@ def gluon_box(
     if not lawful(pointer, dtype.itemsize, shape, strides, block):
         return None
     plain = _described(pointer, dtype, shape, strides, block)
-    layout = NVMMASharedLayout(128, 8 * dtype.itemsize, 2)
+    layout = NVMMASharedLayout(min(128, block[1] * dtype.itemsize), 8 * dtype.itemsize, 2)
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
 
 

@@ -66,15 +66,21 @@ PAIR_UNIT = 0.6960326265582437
 """What fits the rounded values best when they are multiplied by it, about 1 / PAIR_FACTOR."""
 
 
+def pair_unit(format: str) -> float:
+    """What values of `pairs_of_codes` are multiplied by; those of other formats are exact."""
+    return PAIR_UNIT if format == "nf4" else 1.0
+
+
 def pairs_of_codes(weight: Packed) -> Tensor:
-    """int32 [256]: what both codes of a byte stand for, divided by PAIR_UNIT, in bfloat16, the low
-    half's below."""
+    """int32 [256]: what both codes of a byte stand for, divided by `pair_unit`, in bfloat16, the
+    low half's below."""
     return _pairs(weight.format, weight.codes.device)
 
 
 @functools.lru_cache
 def _pairs(format: str, device: torch.device) -> Tensor:
-    values = torch.tensor(FORMATS[format].values, dtype=torch.float64) * PAIR_FACTOR
+    values = torch.tensor(FORMATS[format].values, dtype=torch.float64)
+    values *= PAIR_FACTOR if format == "nf4" else 1.0
     bits = values.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
     return (bits.repeat(16) | bits.repeat_interleave(16) << 16).to(device)
 

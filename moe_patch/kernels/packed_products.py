@@ -12,7 +12,7 @@ from ..activation import parse
 from ..compat import has_gluon
 from ..formats.packed import Packed
 from ..order import ExpertOrder
-from . import chips, packed
+from . import chips, packed, pairs
 from .activate import gate_of
 from .in_steps import STEP, Steps, in_steps
 from .launch import Launch, cdiv
@@ -56,8 +56,11 @@ def supported(weight: Packed, order: ExpertOrder, dtype: torch.dtype) -> bool:
     return whole and aligned and order.block_m in SHAPES
 
 
-def steps_of(weight: Packed, order: ExpertOrder) -> Steps:
-    """In which order of steps a product that is `supported` reads its rows."""
+def steps_of(weight: Packed, order: ExpertOrder, activation: str | None = None) -> Steps:
+    """In which order of steps a product that is `supported` reads its rows: with few rows an expert
+    `pairs.py` computes it, if it computes its activation."""
+    if pairs.supported(weight, order) and (activation is None or pairs.gates(activation)):
+        return "words"
     return "bytes" if _in_bytes(weight, order) else "halves"
 
 
@@ -111,6 +114,10 @@ def gemm(
 ) -> None:
     """grouped_gemm of rows in expert order, x [S, K], into out [S, N]. `ordered`: x is `in_steps`
     already."""
+    steps = steps_of(weight, order)
+    if steps == "words":
+        pairs.gemm(x, weight, order, out, bias, ordered)
+        return
     shape, n = SHAPES[order.block_m], weight.shape[1]
     sizes = _sizes(weight, order, shape, n)
     start = _gemm(
@@ -118,7 +125,7 @@ def gemm(
     )
     start(
         (order.tile_expert.numel() * cdiv(n, 2 * shape.rows),),
-        x if ordered else in_steps(x, steps_of(weight, order)), *_operand(weight, order), bias, out,
+        x if ordered else in_steps(x, steps), *_operand(weight, order), bias, out,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
 
@@ -138,6 +145,13 @@ def gate_up(
 ) -> None:
     """gate_up of x [T, K] into act [S, I], or, `in_steps`, [S, width(I)], and, unless it is empty,
     pre [S, 2I]."""
+    steps = steps_of(weight, order, activation)
+    if steps == "words":
+        pairs.gate_up(
+            x, weight, order, slot_weight, act, pre, bias,
+            weight_on_input=weight_on_input, activation=activation, act_in_steps=act_in_steps,
+        )  # fmt: skip
+        return
     shape, columns = SHAPES[order.block_m], act.shape[1]
     start = _gate_up(
         activation=activation, **_sizes(weight, order, shape, 2 * columns),
@@ -146,6 +160,6 @@ def gate_up(
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * cdiv(columns, shape.rows),),
-        in_steps(x, steps_of(weight, order)), *_operand(weight, order), bias, slot_weight, act, pre,
+        in_steps(x, steps), *_operand(weight, order), bias, slot_weight, act, pre,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

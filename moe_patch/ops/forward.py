@@ -128,7 +128,7 @@ def _by_registers(
         if kernels.dequantize.widens(weight, None, order, dtype, None, backward=False):
             return False
     steps_of = kernels.packed_products.steps_of
-    return steps_of(gate_up.weight, order) == steps_of(down.weight, order)
+    return steps_of(gate_up.weight, order, activation) == steps_of(down.weight, order)
 
 
 def _multiplies_fp8(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_patch.formats.packed import Packed, dequantize, quantize
-from moe_patch.kernels import chips, gate_up, grouped_gemm, packed_products
+from moe_patch.kernels import chips, gate_up, grouped_gemm, packed, packed_products
 from moe_patch.kernels.in_steps import in_steps, width
 from moe_patch.ops.grouped import sort
 
@@ -26,17 +26,20 @@ ROWS = (2, 14, 60, 300)
 
 
 def in_order(x, steps):
-    """Columns of x as `hopper/codes.py` says, with zeros past the end."""
+    """Columns of x as `hopper/codes.py` says, or `hopper/pairs.py`, with zeros past the end."""
     wide = x.new_zeros(len(x), width(x.shape[1]))
     wide[:, : x.shape[1]] = x
     place = torch.arange(wide.shape[1], device=x.device)
     r, s, p, q, h = place // 64 % 2, place // 32 % 2, place // 8 % 4, place // 2 % 4, place % 2
+    if steps == "words":
+        p, q, h = place // 8 % 4, place // 2 % 4, place % 2
+        return wide[:, place // 32 * 32 + 8 * q + 2 * p + h]
     within = 2 * p + h if steps == "bytes" else 4 * h + p
     return wide[:, place // 128 * 128 + 32 * q + 16 * s + 8 * r + within]
 
 
 @pytest.mark.parametrize("rows,columns", [(1, 32), (5, 128), (37, 288), (16, 1000)])
-@pytest.mark.parametrize("steps", ["halves", "bytes"])
+@pytest.mark.parametrize("steps", ["halves", "bytes", "words"])
 def test_in_steps(device, rows, columns, steps):
     wider = torch.randn(rows, columns + 8, device=device).half()
     x = wider[:, :columns]
@@ -80,12 +83,26 @@ def of_rows(x, weight, of_row):
     return torch.cat([x[row : row + 1] @ weight[e].T for row, e in enumerate(of_row.tolist())])
 
 
-def assert_as_close(mine, other, truth):
-    """Errors of `mine` are those of the kernels for any chip: one rounding of the same sums."""
-    for one, two, true in zip(mine, other, truth, strict=True):
-        error, theirs = (one.double() - true).norm(), (two.double() - true).norm()
-        assert error <= 1.02 * theirs + 1e-6 * true.norm()
-        assert (one.double() - true).abs().max() <= 2 * (two.double() - true).abs().max() + 1e-6
+def as_looked_up(weight, order):
+    """Weights that a kernel here multiplies, before they are rounded: NF4's values as its table has
+    them, see `test_pairs_are_nf4_values`."""
+    wide = dequantize(weight, torch.float64)
+    if weight.format != "nf4" or packed_products.steps_of(weight, order) == "halves":
+        return wide
+    pairs = packed.pairs_of_codes(weight)[::17] & 0xFFFF  # of the bytes with a code twice
+    values = (pairs << 16).view(torch.float32).double() * packed.PAIR_UNIT
+    codes = torch.stack((weight.codes & 15, weight.codes >> 4), -1).flatten(-2).long()
+    scales = weight.scales.double().repeat_interleave(weight.group, -1)
+    return values[codes] * scales[..., : wide.shape[-1]]
+
+
+def assert_as_close(mine, other, truths):
+    """Errors of `mine` are those of the kernels for any chip: one rounding of the same sums. Each
+    has a truth of its own."""
+    (own, true), error, theirs = truths, mine.double() - truths[0], other.double() - truths[1]
+    assert error.norm() <= 1.02 * theirs.norm() + 1e-6 * true.norm()
+    assert error.abs().max() <= 2 * theirs.abs().max() + 1e-6
+    assert (own - true).norm() <= 1e-3 * true.norm()
 
 
 @pytest.mark.gpu
@@ -109,10 +126,11 @@ def test_gemm(hopper, elsewhere, how, rows):
 
     assert packed_products.supported(weight, order, x.dtype)
     mine, other = product(), elsewhere(product)
-    truth = of_rows(x[:used].double(), dequantize(weight, torch.float64), of_row)
-    if bias is not None:
-        truth += bias.double()[of_row]
-    assert_as_close([mine[:used]], [other[:used]], [truth])
+    truths = [
+        of_rows(x[:used].double(), wide, of_row) + (0 if bias is None else bias.double()[of_row])
+        for wide in (as_looked_up(weight, order), dequantize(weight, torch.float64))
+    ]
+    assert_as_close(mine[:used], other[:used], truths)
     assert bool((mine[used:] == 7).all())
     assert torch.equal(product(), mine)
 
@@ -147,41 +165,47 @@ def test_gate_up(hopper, elsewhere, how, rows):
     act, pre = product()
     other_act, other_pre = elsewhere(product)
     rows_of_x = x[order.row_to_slot[:used].long() // top_k].double()
-    truth = of_rows(rows_of_x, dequantize(weight, torch.float64), of_row)
-    if how["bias"] is not None:
-        truth += bias.double()[of_row]
-    assert_as_close([pre[:used]], [other_pre[:used]], [truth])
+    truths = [
+        of_rows(rows_of_x, wide, of_row)
+        + (0 if how["bias"] is None else how["bias"].double()[of_row])
+        for wide in (as_looked_up(weight, order), dequantize(weight, torch.float64))
+    ]
+    assert_as_close(pre[:used], other_pre[:used], truths)
     assert (act[:used].double() - other_act[:used].double()).norm() <= (
         0.01 * other_act[:used].double().norm()
     )
     again, empty = product(save_pre=False)
     assert torch.equal(again[:used], act[:used]) and not empty.numel()
-    steps = packed_products.steps_of(weight, order)
+    steps = packed_products.steps_of(weight, order, how["activation"])
     stepped, _ = product(act_in_steps=True)
     assert torch.equal(stepped[:used], in_order(act[:used], steps))
 
 
 @pytest.mark.gpu
-def test_every_code_and_scale_of_mxfp4(hopper, elsewhere):
-    """All 16 codes at the scales 2 ** -127 to 2 ** 31, exactly; what is larger is never a number
-    that looks right."""
-    scales = torch.arange(160, dtype=torch.uint8, device=hopper)  # the last is 2 ** 32
-    codes = torch.arange(16, dtype=torch.uint8, device=hopper).repeat(160, 12)  # [160, 192]
-    packed = (codes[:, ::2] | codes[:, 1::2] << 4)[None].contiguous()  # [1, 160, 96]
+@pytest.mark.parametrize("height", [16, 32, 64, 128])
+def test_every_code_and_scale_of_mxfp4(hopper, elsewhere, height):
+    """All 16 codes at all scales, exactly; what is too large is never a number that looks right."""
+    scales = torch.arange(256, dtype=torch.uint8, device=hopper)
+    codes = torch.arange(16, dtype=torch.uint8, device=hopper).repeat(256, 16)  # [256, 256]
     weight = Packed(
-        packed, scales[None, :, None].repeat(1, 1, 6).view(torch.float8_e8m0fnu), None, "mxfp4"
-    )
-    x = torch.eye(192, device=hopper).bfloat16()  # a row of the product for each column
-    order, _ = sort(torch.zeros(192, 1, dtype=torch.long, device=hopper), 1, torch.bfloat16)
+        (codes[:, ::2] | codes[:, 1::2] << 4)[None].contiguous(),  # [1, 256, 128]
+        scales[None, :, None].repeat(1, 1, 8).view(torch.float8_e8m0fnu), None, "mxfp4",
+    )  # fmt: skip
+    x = torch.eye(256, device=hopper).bfloat16()  # a row of the product for each column
+    one = torch.zeros(256, 1, dtype=torch.long, device=hopper)
+    order, _ = sort(one, 1, torch.bfloat16, height)
 
     def product():
-        out = torch.empty(192, 160, device=hopper, dtype=torch.bfloat16)
+        out = torch.empty(256, 256, device=hopper, dtype=torch.bfloat16)
         return grouped_gemm.grouped_gemm(x, weight, order, out=out)
 
     assert packed_products.supported(weight, order, x.dtype)
     mine, other = product(), elsewhere(product)
-    ordinary = slice(32, 159)  # below, sums are subnormal in float32 and may be zero
+    by_pairs = packed_products.steps_of(weight, order) == "words"
+    lowest, largest = (1, 254) if by_pairs else (32, 158)
+    ordinary = slice(lowest, largest + 1)  # below, sums may be zero
     assert torch.equal(mine[:, ordinary], other[:, ordinary])
-    assert bool((mine[:, :32].float() - other[:, :32].float()).abs().max() <= 2.0**-96)
-    nonzero = other[:, 159] != 0
-    assert not bool(mine[:, 159][nonzero].isfinite().any())
+    below = (mine[:, :lowest].float() - other[:, :lowest].float()).abs().max()
+    assert bool(below <= (2.0**-124 if by_pairs else 2.0**-96))
+    above, nonzero = mine[:, largest + 1 :], other[:, largest + 1 :] != 0
+    assert not bool(above[nonzero].isfinite().any())

@@ -15,7 +15,7 @@ from moe_patch.kernels.hopper import codes, lookup
 MXFP4 = torch.tensor(FORMATS["mxfp4"].values)
 
 
-def _nibble(words: Tensor, place: int) -> Tensor:
+def _nibble(words: Tensor, place: int | Tensor) -> Tensor:
     return (words >> 4 * place & 15).long()
 
 
@@ -59,13 +59,26 @@ def _pair(code: Tensor) -> Tensor:
     return (bits << 16).view(torch.float32)
 
 
+def _pairs_of(twice: Tensor, bank: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Of words that are given twice, once for each half of their pairs."""
+    assert torch.equal(twice[..., 0], twice[..., 1])
+    half = torch.arange(2)
+    by = 1 if scale is None else (scale << 16).view(torch.float32)
+    return tuple(
+        (_pair(_nibble(twice, 2 * byte + half)) * by).to(torch.bfloat16) for byte in range(4)
+    )
+
+
 def _scaled(code: Tensor, bank: Tensor, large: Tensor, small: Tensor) -> Tensor:
     value = _pair(code)
     return value * large.float() + (value * small.float()).to(torch.bfloat16).float()
 
 
 IN_PYTHON = {
-    lookup._FILLED.value: _fill,
+    lookup._BY_FOUR_WARPS.value: _fill,
+    lookup._BY_EIGHT_WARPS.value: _fill,
+    lookup._TWO_WORDS.value: _pairs_of,
+    lookup._SCALED.value: _pairs_of,
     lookup._BANK.value: lambda anything: anything,
     codes._IN_PAIRS.value: _all(BYTES, _scaled),
     codes._OWN_VALUE.value: lambda table: table,

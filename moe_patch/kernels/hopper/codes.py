@@ -62,8 +62,9 @@ _FLOATS = gl.constexpr(_OUTPUTS + ",r,f,f")
 
 _MXFP4 = _pairs(  # the sign to bit 15, the others to bits 8 to 6; the exponents' biases are 1, 127
     lambda at: (
-        _shifted("a", 6 - at), _shifted("b", 12 - at),
-        "and.b32 b, b, 0x80008000; lop3.b32 pair, a, 0x01C001C0, b, 0xEA;",
+        _shifted("a", -8) if at == 8 else "",
+        f"and.b32 b, {'$8' if at < 8 else 'a'}, {0x000F000F << at % 8:#x};",
+        f"mul.lo.u32 b, b, {0x1040 >> at % 8:#x}; and.b32 pair, b, 0x81C081C0;",
         "mul.rn.bf16x2 pair, pair, $9;",
     )
 )  # fmt: skip

@@ -1,0 +1,131 @@
+"""Starts the products of `hopper/pairs.py`: weights in 4 bits, bfloat16 rows, few an expert."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation import parse
+from ..formats.packed import Packed
+from ..order import ExpertOrder
+from . import chips
+from .activate import gate_of
+from .boxes import gluon_box
+from .in_steps import STEP, in_steps
+from .launch import Launch, cdiv
+from .packed import pair_unit, pairs_of_codes
+from .widen import readable
+
+ROWS = 64
+"""Of the weight, in one of a tile's two blocks."""
+
+
+class Walk(NamedTuple):
+    """Of a program: its warpgroups, and the stages of each one's ring."""
+
+    walkers: int
+    stages: int
+
+
+def _walk(weight: Packed, order: ExpertOrder) -> Walk:
+    """docs/kernels.md has the sweep. With scaled sums of 32 rows, four warpgroups spill."""
+    return Walk(3 if order.block_m == 32 and weight.format != "mxfp4" else 4, 2)
+
+
+def supported(weight: Packed, order: ExpertOrder) -> bool:
+    """Whether products of weights that `packed_products` multiplies are computed here instead."""
+    k = weight.shape[2]
+    if weight.zeros is not None or order.block_m not in (16, 32):
+        return False
+    if weight.format == "mxfp4":
+        return k % STEP == 0 and not weight.scales.data_ptr() % 4  # four scales are a word
+    return weight.group in (ROWS, 2 * ROWS)
+
+
+@functools.lru_cache(1024)
+def _gemm(**sizes: Any) -> Launch:
+    from .hopper.pairs import gemm_pairs_kernel
+    from .hopper.pairs_ring import Plan
+
+    return Launch(gemm_pairs_kernel, PLAN=Plan(**sizes), num_warps=4)
+
+
+@functools.lru_cache(1024)
+def _gate_up(activation: str, **sizes: Any) -> Launch:
+    from .hopper.pairs import gate_up_pairs_kernel
+    from .hopper.pairs_ring import Plan
+
+    gate = gate_of(activation)
+    return Launch(gate_up_pairs_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
+
+
+def _sizes(weight: Packed, order: ExpertOrder, second: int, columns: int) -> dict[str, Any]:
+    """What both kernels' plans share; tiles cover so many `columns` of the product, in blocks."""
+    _, n, k = weight.shape
+    walkers, stages = _walk(weight, order)
+    return {
+        "n": n, "k": k, "group": weight.group, "second": second, "bm": order.block_m,
+        "steps": cdiv(k, STEP), "stages": stages, "unit": pair_unit(weight.format),
+        "walkers": walkers, "whole": n == columns,
+    }  # fmt: skip
+
+
+def _operands(x: Tensor, weight: Packed, order: ExpertOrder) -> tuple[Any, ...]:
+    """x, in steps and in expert order, and a weight as the kernels take them."""
+    (experts, n, k), codes = weight.shape, weight.codes
+    x_box = gluon_box(x.data_ptr(), x.dtype, (len(x), x.shape[1]), (order.block_m, 64))
+    words = gluon_box(codes.data_ptr(), torch.int32, (experts * n, k // 8), (ROWS, 16))
+    return x_box, words, readable(weight.scales), pairs_of_codes(weight)
+
+
+def _programs(x: Tensor, order: ExpertOrder, columns: int) -> tuple[int]:
+    return (min(chips.multiprocessors(x.device), order.tile_expert.numel() * columns),)
+
+
+def gemm(
+    x: Tensor, weight: Packed, order: ExpertOrder, out: Tensor, bias: Tensor | None, ordered: bool
+) -> None:
+    """grouped_gemm of rows in expert order; arguments as of `packed_products.gemm`."""
+    columns = cdiv(weight.shape[1], 2 * ROWS)
+    start = _gemm(**_sizes(weight, order, ROWS, 2 * ROWS * columns))
+    x = x if ordered else in_steps(x, "words")
+    start(
+        _programs(x, order, columns), *_operands(x, weight, order), bias, out,
+        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
+    )  # fmt: skip
+
+
+def gate_up(
+    x: Tensor,
+    weight: Packed,
+    order: ExpertOrder,
+    slot_weight: Tensor,
+    act: Tensor,
+    pre: Tensor,
+    bias: Tensor | None,
+    *,
+    weight_on_input: bool,
+    activation: str,
+    act_in_steps: bool,
+) -> None:
+    """gate_up of x [T, K]; arguments as of `packed_products.gate_up`."""
+    width, inner = act.shape[1], weight.shape[1] // 2
+    columns = cdiv(width, ROWS)
+    start = _gate_up(
+        activation=activation, **_sizes(weight, order, inner, 2 * ROWS * columns),
+        weight_on_input=weight_on_input, save_pre=pre.numel() > 0, act_in_steps=act_in_steps,
+        act_width=width,
+    )  # fmt: skip
+    x = in_steps(x, "words", gathered=(order, order.row_to_slot.numel() // len(x)))
+    start(
+        _programs(x, order, columns), *_operands(x, weight, order), bias, slot_weight, act, pre,
+        order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
+    )  # fmt: skip
+
+
+def gates(activation: str) -> bool:
+    """Whether a gate and its up lie as gate_up expects them: one behind the other."""
+    return parse(activation).form == "concatenated"
