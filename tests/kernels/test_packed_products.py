@@ -203,10 +203,10 @@ def test_every_code_and_scale_of_mxfp4(hopper, elsewhere, height):
     assert packed_products.supported(weight, order, x.dtype)
     mine, other = product(), elsewhere(product)
     by_pairs = packed_products.steps_of(weight, order) == "words"
-    lowest, largest = (2, 254) if by_pairs else (32, 158)
+    lowest, largest = (2, 252) if by_pairs else (32, 158)
     ordinary = slice(lowest, largest + 1)  # below, sums may be zero
     assert torch.equal(mine[:, ordinary], other[:, ordinary])
     below = (mine[:, :lowest].float() - other[:, :lowest].float()).abs().max()
     assert bool(below <= (2.0**-123 if by_pairs else 2.0**-96))
-    above, nonzero = mine[:, largest + 1 :], other[:, largest + 1 :] != 0
+    above, nonzero = mine[:, largest + 1 :], other[:, largest + 1 :] != 0  # NaN, too
     assert not bool(above[nonzero].isfinite().any())

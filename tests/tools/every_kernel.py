@@ -138,8 +138,8 @@ def fp8_training(size, scales, transposed) -> None:
     one_token(in_fp8(moe(DEVICE, torch.bfloat16, 1, *size[1:], grad=False, **options), scales))
 
 
-def four_bits(size, format, act) -> None:
-    how = {"group": 32, "zeros": format == "int4"}
+def four_bits(size, format, act, group=32) -> None:
+    how = {"group": group, "zeros": format == "int4" and group == 32}
     options = {"act": act, "biased": True}
     arguments = moe(DEVICE, torch.bfloat16, *size, routing="sentinel", **options)
     like_float64(in_4_bits(arguments, format, **how), torch.bfloat16, activation=act)
@@ -202,6 +202,9 @@ def cases() -> Iterator[Callable[[], None]]:
     packed = (40, 160, 192, 8, 2), (300, 160, 96, 4, 3), (1100, 128, 64, 2, 1)
     for size, format, act in itertools.product(packed, FORMATS, FORMS):
         yield partial(four_bits, size, format, act)
+    for tokens, format in itertools.product((40, 70), FORMATS):  # looked up in pairs
+        group = 32 if format == "mxfp4" else 64
+        yield partial(four_bits, (tokens, 256, 128, 8, 2), format, Activation(), group)
     for tokens in (1, 40, 300):  # decoded, and in FP8
         yield partial(fp8_products, tokens)
     for sizes in ([700, 0, 300, 24], [5, 0, 0, 2]):
