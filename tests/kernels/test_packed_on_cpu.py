@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import ptx_on_cpu
 import pytest
@@ -11,7 +12,8 @@ from gluon_on_cpu import on_cpu
 
 from moe_patch import reference
 from moe_patch.formats.packed import dequantize, quantize
-from moe_patch.kernels import chips, gate_up, grouped_gemm, packed_products, tiles
+from moe_patch.kernels import chips, gate_up, grouped_gemm, packed_products, pairs, tiles
+from moe_patch.kernels.in_steps import in_steps
 from moe_patch.ops.experts import fused_experts
 from moe_patch.ops.grouped import sort
 
@@ -92,12 +94,13 @@ def test_gate_up(seed):
     bias = draw.choice((None, torch.randn(len(weight), weight.shape[1]).bfloat16()))
     activation = draw.choice(("silu", "silu 7.0 1.702 1.0 interleaved"))
     by, on_input = torch.rand(tokens, top_k).bfloat16(), draw.random() < 0.3
+    how = {"weight_on_input": on_input, "bias": bias, "activation": activation}
     with on_cpu(seed) as names:
-        act, pre = gate_up.gate_up(
-            x, weight, order, by, weight_on_input=on_input, save_pre=True, bias=bias,
-            activation=activation,
-        )  # fmt: skip
-    assert len(names) == 1 and names[0].startswith("gate_up_")
+        act, pre = gate_up.gate_up(x, weight, order, by, save_pre=True, **how)
+        stepped, _ = gate_up.gate_up(x, weight, order, by, save_pre=False, act_in_steps=True, **how)
+    assert len(names) == 2 and all(name.startswith("gate_up_") for name in names)
+    steps = packed_products.steps_of(weight, order, activation)
+    assert torch.equal(stepped[: len(slot)], in_steps(act, steps)[: len(slot)])
     truth = product(x[slot // top_k], weight, expert)
     if bias is not None:
         truth += bias.double()[expert]
@@ -131,3 +134,13 @@ def test_experts(monkeypatch, how, tokens):
         x.double(), *(dequantize(each, torch.float64) for each in stacks), index, weights.double()
     )
     assert close(out, truth)
+
+
+def test_scales_that_are_no_words():
+    """Four exponents are read at once, if they lie as a word does."""
+    order, _ = sort(torch.zeros(4, 1, dtype=torch.long), 1, torch.bfloat16, 16)
+    weight = quantize(torch.randn(1, 64, 256).bfloat16(), "mxfp4")
+    assert pairs.supported(weight, order)
+    memory = torch.zeros(weight.scales.numel() + 1, dtype=torch.uint8)
+    between = memory[1:].view(torch.float8_e8m0fnu).view(weight.scales.shape)
+    assert not pairs.supported(replace(weight, scales=between), order)
