@@ -33,6 +33,15 @@ class Order(NamedTuple):
     total: Any
 
 
+class Result(NamedTuple):
+    """What is written, and what it takes besides: a bias, routing weights on the input."""
+
+    out: Any
+    pre: Any
+    bias: Any
+    slot_weight: Any
+
+
 @gluon.jit
 def _tile(at, order, NUM_N: gl.constexpr, COLUMNS: gl.constexpr, PLAN: gl.constexpr):
     """The at-th of the tiles that have COLUMNS rows of the weight in NUM_N columns of tiles."""
@@ -78,10 +87,45 @@ def _add_bias(sums, bias, tile, BLOCK: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _gemm(operands, bias, out, order, ring, WALKER: gl.constexpr, PLAN: gl.constexpr):
+def _write_rows(left, right, tile, ring, result, PLAN: gl.constexpr):
+    """Writes two neighbouring blocks of out."""
+    row0, end, n0 = tile.row0, tile.end, tile.n0
+    _store(left.permute((1, 0)), ring, result.out, row0, end, n0, PLAN.n, PLAN.n, 0)
+    _store(right.permute((1, 0)), ring, result.out, row0, end, n0 + ROWS, PLAN.n, PLAN.n, 1)
+
+
+@gluon.jit
+def _write_act(gate, up, tile, order, ring, result, PLAN: gl.constexpr, GATE: gl.constexpr):
+    """Writes a gate's and its up's block, if they are kept, and what they become."""
+    INNER: gl.constexpr = PLAN.n // 2
+    WIDTH: gl.constexpr = PLAN.act_width
+    row0, end, n0 = tile.row0, tile.end, tile.n0
+    if PLAN.save_pre:
+        _store(gate.permute((1, 0)), ring, result.pre, row0, end, n0, INNER, PLAN.n, 0)
+        _store(up.permute((1, 0)), ring, result.pre + INNER, row0, end, n0, INNER, PLAN.n, 1)
+    if PLAN.weight_on_input:
+        row = row0 + gl.arange(0, PLAN.bm, gl.SliceLayout(0, gate.type.layout))
+        slot = gl.load(order.row_to_slot + row, mask=row < end, other=0)
+        scale = gl.expand_dims(gl.load(result.slot_weight + slot).to(gl.float32), 0)
+        gate *= scale
+        up *= scale
+    value, _, _ = glu(gate, up, GATE)
+    if PLAN.act_in_steps:
+        value = _in_steps(value, n0, INNER)
+    else:
+        value = value.permute((1, 0))
+    _store(value, ring, result.out, row0, end, n0, WIDTH, WIDTH, 0)
+
+
+@gluon.jit
+def _walk(
+    operands, order, result, ring,
+    WALKER: gl.constexpr, COLUMNS: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
+):  # fmt: skip
+    """Does a warpgroup's tiles; they lie COLUMNS rows of the weight apart."""
     STAGES: gl.constexpr = PLAN.stages
-    COLUMNS: gl.constexpr = 2 * ROWS
-    NUM_N: gl.constexpr = (PLAN.n + COLUMNS - 1) // COLUMNS
+    WIDTH: gl.constexpr = PLAN.n if GATE is None else PLAN.act_width
+    NUM_N: gl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     bank = own_bank(order.total)
     at, stride = gl.program_id(0) + WALKER * gl.num_programs(0), gl.num_programs(0) * PLAN.walkers
     tiles, turn = order.total * NUM_N, Turn(0, 0)
@@ -95,57 +139,50 @@ def _gemm(operands, bias, out, order, ring, WALKER: gl.constexpr, PLAN: gl.const
             left, right, turn = products(
                 operands, ring, turn, Tiles(tile, following, at < tiles), bank, PLAN
             )
-            if bias is not None:
-                left = _add_bias(left, bias, tile, 0, PLAN)
-                right = _add_bias(right, bias, tile, 1, PLAN)
-            left, right, n0 = left.permute((1, 0)), right.permute((1, 0)), tile.n0
-            _store(left, ring, out, tile.row0, tile.end, n0, PLAN.n, PLAN.n, 0)
-            _store(right, ring, out, tile.row0, tile.end, n0 + ROWS, PLAN.n, PLAN.n, 1)
+            if result.bias is not None:
+                left = _add_bias(left, result.bias, tile, 0, PLAN)
+                right = _add_bias(right, result.bias, tile, 1, PLAN)
+            if GATE is None:
+                _write_rows(left, right, tile, ring, result, PLAN)
+            else:
+                _write_act(left, right, tile, order, ring, result, PLAN, GATE)
             tile = following
 
 
 @gluon.jit
-def _gate_up(
-    operands, bias, slot_weight, act, pre, order, ring,
-    WALKER: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
+def _share(
+    operands, table, order, result,
+    COLUMNS: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
-    STAGES: gl.constexpr = PLAN.stages
-    INNER: gl.constexpr = PLAN.n // 2
-    WIDTH: gl.constexpr = PLAN.act_width
-    NUM_N: gl.constexpr = (WIDTH + ROWS - 1) // ROWS
-    bank = own_bank(order.total)
-    at, stride = gl.program_id(0) + WALKER * gl.num_programs(0), gl.num_programs(0) * PLAN.walkers
-    tiles, turn = order.total * NUM_N, Turn(0, 0)
-    if at < tiles:
-        tile = _tile(at, order, NUM_N, ROWS, PLAN)
-        for step in gl.static_range(STAGES):
-            bring(operands, ring, step, tile, step, PLAN)
-        while at < tiles:
-            at += stride
-            following = _tile(gl.minimum(at, tiles - 1), order, NUM_N, ROWS, PLAN)
-            gate, up, turn = products(
-                operands, ring, turn, Tiles(tile, following, at < tiles), bank, PLAN
-            )
-            row0, end, n0 = tile.row0, tile.end, tile.n0
-            if bias is not None:
-                gate = _add_bias(gate, bias, tile, 0, PLAN)
-                up = _add_bias(up, bias, tile, 1, PLAN)
-            if PLAN.save_pre:
-                _store(gate.permute((1, 0)), ring, pre, row0, end, n0, INNER, PLAN.n, 0)
-                _store(up.permute((1, 0)), ring, pre + INNER, row0, end, n0, INNER, PLAN.n, 1)
-            if PLAN.weight_on_input:
-                row = row0 + gl.arange(0, PLAN.bm, gl.SliceLayout(0, gate.type.layout))
-                slot = gl.load(order.row_to_slot + row, mask=row < end, other=0)
-                scale = gl.expand_dims(gl.load(slot_weight + slot).to(gl.float32), 0)
-                gate *= scale
-                up *= scale
-            value, _, _ = glu(gate, up, GATE)
-            if PLAN.act_in_steps:
-                value = _in_steps(value, n0, INNER)
-            else:
-                value = value.permute((1, 0))
-            _store(value, ring, act, row0, end, n0, WIDTH, WIDTH, 0)
-            tile = following
+    """Has a program's warpgroups do all tiles."""
+    fill_table(table)
+    one, two = (
+        ring_of(result.out.dtype.element_ty, PLAN),
+        ring_of(result.out.dtype.element_ty, PLAN),
+    )
+    three = ring_of(result.out.dtype.element_ty, PLAN)
+    if PLAN.walkers == 3:
+        gl.warp_specialize(
+            [
+                (_walk, (operands, order, result, one, 0, COLUMNS, PLAN, GATE)),
+                (_walk, (operands, order, result, two, 1, COLUMNS, PLAN, GATE)),
+                (_walk, (operands, order, result, three, 2, COLUMNS, PLAN, GATE)),
+            ],
+            [4, 4],
+            [168, 168],
+        )
+    else:
+        four = ring_of(result.out.dtype.element_ty, PLAN)
+        gl.warp_specialize(
+            [
+                (_walk, (operands, order, result, one, 0, COLUMNS, PLAN, GATE)),
+                (_walk, (operands, order, result, two, 1, COLUMNS, PLAN, GATE)),
+                (_walk, (operands, order, result, three, 2, COLUMNS, PLAN, GATE)),
+                (_walk, (operands, order, result, four, 3, COLUMNS, PLAN, GATE)),
+            ],
+            [4, 4, 4],
+            [128, 128, 128],
+        )
 
 
 @gluon.jit
@@ -155,34 +192,9 @@ def gemm_pairs_kernel(
 ):  # fmt: skip
     """out [S, n] = x W^T + bias, in expert order. x as boxes [bm, 64], the codes of all experts
     [E * n, k / 8] as boxes [64, 16] of words; `table`, int32 [256]."""
-    fill_table(table)
-    total = gl.load(num_tiles)
-    order = Order(row_to_slot, expert_offsets, tile_expert, tile_row, total)
-    operands = Operands(x, words, scales)
-    one, two = ring_of(out.dtype.element_ty, PLAN), ring_of(out.dtype.element_ty, PLAN)
-    three = ring_of(out.dtype.element_ty, PLAN)
-    if PLAN.walkers == 3:
-        gl.warp_specialize(
-            [
-                (_gemm, (operands, bias, out, order, one, 0, PLAN)),
-                (_gemm, (operands, bias, out, order, two, 1, PLAN)),
-                (_gemm, (operands, bias, out, order, three, 2, PLAN)),
-            ],
-            [4, 4],
-            [168, 168],
-        )
-    else:
-        four = ring_of(out.dtype.element_ty, PLAN)
-        gl.warp_specialize(
-            [
-                (_gemm, (operands, bias, out, order, one, 0, PLAN)),
-                (_gemm, (operands, bias, out, order, two, 1, PLAN)),
-                (_gemm, (operands, bias, out, order, three, 2, PLAN)),
-                (_gemm, (operands, bias, out, order, four, 3, PLAN)),
-            ],
-            [4, 4, 4],
-            [128, 128, 128],
-        )
+    order = Order(row_to_slot, expert_offsets, tile_expert, tile_row, gl.load(num_tiles))
+    result = Result(out, None, bias, None)
+    _share(Operands(x, words, scales), table, order, result, 2 * ROWS, PLAN, None)
 
 
 @gluon.jit
@@ -192,31 +204,6 @@ def gate_up_pairs_kernel(
     PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """act [S, n / 2], and with PLAN.save_pre also pre [S, n]; the others as of the gemm."""
-    fill_table(table)
-    total = gl.load(num_tiles)
-    order = Order(row_to_slot, expert_offsets, tile_expert, tile_row, total)
-    operands = Operands(x, words, scales)
-    one, two = ring_of(act.dtype.element_ty, PLAN), ring_of(act.dtype.element_ty, PLAN)
-    three = ring_of(act.dtype.element_ty, PLAN)
-    if PLAN.walkers == 3:
-        gl.warp_specialize(
-            [
-                (_gate_up, (operands, bias, slot_weight, act, pre, order, one, 0, PLAN, GATE)),
-                (_gate_up, (operands, bias, slot_weight, act, pre, order, two, 1, PLAN, GATE)),
-                (_gate_up, (operands, bias, slot_weight, act, pre, order, three, 2, PLAN, GATE)),
-            ],
-            [4, 4],
-            [168, 168],
-        )
-    else:
-        four = ring_of(act.dtype.element_ty, PLAN)
-        gl.warp_specialize(
-            [
-                (_gate_up, (operands, bias, slot_weight, act, pre, order, one, 0, PLAN, GATE)),
-                (_gate_up, (operands, bias, slot_weight, act, pre, order, two, 1, PLAN, GATE)),
-                (_gate_up, (operands, bias, slot_weight, act, pre, order, three, 2, PLAN, GATE)),
-                (_gate_up, (operands, bias, slot_weight, act, pre, order, four, 3, PLAN, GATE)),
-            ],
-            [4, 4, 4],
-            [128, 128, 128],
-        )
+    order = Order(row_to_slot, expert_offsets, tile_expert, tile_row, gl.load(num_tiles))
+    result = Result(act, pre, bias, slot_weight)
+    _share(Operands(x, words, scales), table, order, result, ROWS, PLAN, GATE)
