@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,6 +36,101 @@ from .tiles import (
 from .weights import Weight, suffix, weight_dot, weight_operand
 
 
+class Rows(NamedTuple):
+    """A tile's rows: which [BM], which of them are its expert's, and where those of x lie."""
+
+    at: Any
+    mask: Any
+    x: Any
+
+
+@triton.jit
+def _by_one_product(
+    rows, weight, update, bias, pre, expert, column,
+    LAYOUT: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
+    SAVE_PRE: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(gate, up) [BM, BN], which stand side by side in one operand; up is 1 without gates. Stores
+    the sums where their order in memory is theirs in the operand."""
+    BM: tl.constexpr = TILE.bm
+    BN: tl.constexpr = TILE.bn
+    n0 = column * BN
+    WIDTH: tl.constexpr = BN if GATE.form == "ungated" else 2 * BN
+    INNER: tl.constexpr = I if GATE.form == "ungated" else 2 * I
+    if R > 0:
+        side = tl.zeros([BM, RP], dtype=tl.float32)
+    both = tl.zeros([BM, WIDTH], dtype=tl.float32)
+    for k in range(0, H, TILE.bk):
+        a = load_rows(rows.x, k, H, TILE)
+        if GATE.form == "concatenated":
+            both = weight_dot(a, both, weight, expert, n0, k, LAYOUT, I, H, BN, TILE, HALVES=2)
+        else:
+            n1 = column * WIDTH
+            both = weight_dot(a, both, weight, expert, n1, k, LAYOUT, INNER, H, WIDTH, TILE)
+        if R > 0:
+            side = low_rank_in(a, update, side, expert, k, H, R, TILE)
+    n = tl.arange(0, WIDTH)
+    if GATE.form == "concatenated":
+        inside = n0 + n % BN < I
+        n = n0 + n % BN + n // BN * I
+    else:
+        n += column * WIDTH
+        inside = n < INNER
+    if R > 0:
+        both = low_rank_out(
+            both, side, update, expert, rows.at, rows.mask, n, inside, column == 0, INNER, R, TILE
+        )
+    if BIAS:
+        value = tl.load(bias + expert.to(tl.int64) * INNER + n, mask=inside, other=0.0)
+        both += value.to(tl.float32)[None, :]
+    if SAVE_PRE and GATE.form != "concatenated":
+        at = rows.at.to(tl.int64)[:, None] * INNER + n[None, :]
+        tl.store(pre + at, both.to(pre.dtype.element_ty), mask=rows.mask[:, None] & inside[None, :])
+    if GATE.form == "concatenated":
+        gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
+    elif GATE.form == "interleaved":
+        gate, up = both.reshape(BM, BN, 2).split()
+    else:
+        gate, up = both, 1.0
+    return gate, up
+
+
+@triton.jit
+def _by_two_products(
+    rows, weight, update, bias, expert, column,
+    LAYOUT: tl.constexpr, H: tl.constexpr, I: tl.constexpr, BIAS: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(gate, up) [BM, BN]: N-major TMA boxes of the two halves cannot stand side by side."""
+    BM: tl.constexpr = TILE.bm
+    BN: tl.constexpr = TILE.bn
+    n0 = column * BN
+    if R > 0:
+        side = tl.zeros([BM, RP], dtype=tl.float32)
+    gate = tl.zeros([BM, BN], dtype=tl.float32)
+    up = tl.zeros([BM, BN], dtype=tl.float32)
+    for k in range(0, H, TILE.bk):
+        a = load_rows(rows.x, k, H, TILE)
+        gate = weight_dot(a, gate, weight, expert, n0, k, LAYOUT, I, H, BN, TILE)
+        up = weight_dot(a, up, weight, expert, I + n0, k, LAYOUT, 2 * I, H, BN, TILE, FIRST=I)
+        if R > 0:
+            side = low_rank_in(a, update, side, expert, k, H, R, TILE)
+    n = n0 + tl.arange(0, BN)
+    if R > 0:
+        gate = low_rank_out(
+            gate, side, update, expert, rows.at, rows.mask, n, n < I, column == 0, 2 * I, R, TILE
+        )
+        up = low_rank_out(
+            up, side, update, expert, rows.at, rows.mask, n + I, n < I, False, 2 * I, R, TILE
+        )
+    if BIAS:
+        at = bias + expert.to(tl.int64) * (2 * I) + n
+        gate += tl.load(at, mask=n < I, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(at + I, mask=n < I, other=0.0).to(tl.float32)[None, :]
+    return gate, up
+
+
 @triton.jit
 def gate_up_kernel(
     x, w, scales, zeros, table, bias, slot_weight, pre, act, low_a, low_b, low_side,
@@ -48,7 +143,6 @@ def gate_up_kernel(
 ):  # fmt: skip
     BM: tl.constexpr = TILE.bm
     BN: tl.constexpr = TILE.bn
-    BK: tl.constexpr = TILE.bk
     pid = tl.program_id(0)
     NUM_N: tl.constexpr = (I + BN - 1) // BN
     if pid >= tl.load(num_tiles) * NUM_N:
@@ -56,77 +150,25 @@ def gate_up_kernel(
     expert, first, end, column = place(
         pid, tile_expert, tile_row, expert_offsets, NUM_N, 0, BM, TILE.group_m
     )
-    rows = first + tl.arange(0, BM)
-    mask = rows < end
-    slot = tl.load(row_to_slot + rows, mask=mask, other=0)
-    x_rows = x + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X
+    at = first + tl.arange(0, BM)
+    mask = at < end
+    slot = tl.load(row_to_slot + at, mask=mask, other=0)
+    rows = Rows(at, mask, x + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X)
 
     weight, update = Weight(w, scales, zeros, table), Update(low_a, low_b, low_side)
-    n0 = column * BN
-    WIDTH: tl.constexpr = BN if GATE.form == "ungated" else 2 * BN
-    INNER: tl.constexpr = I if GATE.form == "ungated" else 2 * I
-    if R > 0:
-        side = tl.zeros([BM, RP], dtype=tl.float32)
     if ONE_DOT:
-        both = tl.zeros([BM, WIDTH], dtype=tl.float32)
-        for k in range(0, H, BK):
-            a = load_rows(x_rows, k, H, TILE)
-            if GATE.form == "concatenated":
-                both = weight_dot(a, both, weight, expert, n0, k, LAYOUT, I, H, BN, TILE, HALVES=2)
-            else:
-                n1 = column * WIDTH
-                both = weight_dot(a, both, weight, expert, n1, k, LAYOUT, INNER, H, WIDTH, TILE)
-            if R > 0:
-                side = low_rank_in(a, update, side, expert, k, H, R, TILE)
-        n = tl.arange(0, WIDTH)
-        if GATE.form == "concatenated":
-            inside = n0 + n % BN < I
-            n = n0 + n % BN + n // BN * I
-        else:
-            n += column * WIDTH
-            inside = n < INNER
-        if R > 0:
-            both = low_rank_out(
-                both, side, update, expert, rows, mask, n, inside, column == 0, INNER, R, TILE
-            )
-        if BIAS:
-            value = tl.load(bias + expert.to(tl.int64) * INNER + n, mask=inside, other=0.0)
-            both += value.to(tl.float32)[None, :]
-        if SAVE_PRE and GATE.form != "concatenated":
-            at = rows.to(tl.int64)[:, None] * INNER + n[None, :]
-            tl.store(pre + at, both.to(pre.dtype.element_ty), mask=mask[:, None] & inside[None, :])
-        if GATE.form == "concatenated":
-            gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
-        elif GATE.form == "interleaved":
-            gate, up = both.reshape(BM, BN, 2).split()
-        else:
-            gate, up = both, 1.0
-    else:  # N-major TMA boxes of the two halves cannot stand side by side in one operand
-        gate = tl.zeros([BM, BN], dtype=tl.float32)
-        up = tl.zeros([BM, BN], dtype=tl.float32)
-        for k in range(0, H, BK):
-            a = load_rows(x_rows, k, H, TILE)
-            gate = weight_dot(a, gate, weight, expert, n0, k, LAYOUT, I, H, BN, TILE)
-            up = weight_dot(a, up, weight, expert, I + n0, k, LAYOUT, 2 * I, H, BN, TILE, FIRST=I)
-            if R > 0:
-                side = low_rank_in(a, update, side, expert, k, H, R, TILE)
-        if R > 0:
-            n = n0 + tl.arange(0, BN)
-            gate = low_rank_out(
-                gate, side, update, expert, rows, mask, n, n < I, column == 0, 2 * I, R, TILE
-            )
-            up = low_rank_out(
-                up, side, update, expert, rows, mask, n + I, n < I, False, 2 * I, R, TILE
-            )
-        if BIAS:
-            n = n0 + tl.arange(0, BN)
-            at = bias + expert.to(tl.int64) * (2 * I) + n
-            gate += tl.load(at, mask=n < I, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(at + I, mask=n < I, other=0.0).to(tl.float32)[None, :]
+        gate, up = _by_one_product(
+            rows, weight, update, bias, pre, expert, column,
+            LAYOUT, H, I, SAVE_PRE, BIAS, GATE, R, RP, TILE,
+        )  # fmt: skip
+    else:
+        gate, up = _by_two_products(
+            rows, weight, update, bias, expert, column, LAYOUT, H, I, BIAS, R, RP, TILE
+        )
 
-    n = n0 + tl.arange(0, BN)[None, :]
+    n = column * BN + tl.arange(0, BN)[None, :]
     mask = mask[:, None] & (n < I)
-    at = rows.to(tl.int64)[:, None]
+    at = at.to(tl.int64)[:, None]
     if SAVE_PRE and GATE.form == "concatenated":
         tl.store(pre + at * (2 * I) + n, gate.to(pre.dtype.element_ty), mask=mask)
         tl.store(pre + at * (2 * I) + I + n, up.to(pre.dtype.element_ty), mask=mask)
