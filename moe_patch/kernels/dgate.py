@@ -166,7 +166,7 @@ _launches = launches(dgate_kernel)
 
 
 class Made(NamedTuple):
-    """What is written; empty where it is not needed."""
+    """Results of dgate; empty where they are not needed."""
 
     d_pre: Tensor
     act: Tensor

@@ -20,7 +20,7 @@ from .packed import pair_unit, pairs_of_codes
 from .widen import readable
 
 ROWS = 64
-"""Of the weight, in one of a tile's two blocks."""
+"""Rows of the weight in one of a tile's two blocks."""
 
 
 class Walk(NamedTuple):

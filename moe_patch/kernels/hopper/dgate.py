@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What an epilogue reads and writes."""
+    """Tensors and boxes that an epilogue reads and writes."""
 
     slot_weight: Any
     gate_box: Any

@@ -86,8 +86,8 @@ def own_bank(anything):
 
 @gluon.jit
 def look_up(twice, bank, scale):
-    """What the four bytes of words stand for: four tensors [..., 2] of words [..., 2], where each
-    is given twice, in registers side by side: once for each half of a pair. So a pair stays in the
+    """Values of the four bytes of words: four tensors [..., 2] of words [..., 2], where each is
+    given twice, in registers side by side: once for each half of a pair. So a pair stays in the
     register that it was read into. `scale` is a bfloat16, twice in 32 bits, or None."""
     if scale is None:
         return gl.inline_asm_elementwise(

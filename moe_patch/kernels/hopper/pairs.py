@@ -34,7 +34,7 @@ class Order(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What is written, and what it takes besides: a bias, routing weights on the input."""
+    """Tensors that are written, and what that takes: a bias, routing weights on the input."""
 
     out: Any
     pre: Any

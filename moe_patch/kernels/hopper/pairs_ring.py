@@ -16,11 +16,11 @@ from ...compat import gluon_barrier, gluon_load
 
 async_load, barrier = gluon_load(), gluon_barrier()
 STEP = gl.constexpr(128)
-"""Of the reduction: what a stage holds."""
+"""Columns of the reduction that a stage holds."""
 GROUP = gl.constexpr(64)
-"""Of the reduction: a product of wgmma. Half a step."""
+"""Columns of the reduction in a product of wgmma: half a step."""
 ROWS = gl.constexpr(64)
-"""Of the weight, in one of a tile's two blocks."""
+"""Rows of the weight in one of a tile's two blocks."""
 
 
 class Plan(NamedTuple):
