@@ -51,13 +51,12 @@ def width(k: int) -> int:
     return cdiv(k, STEP) * STEP
 
 
-def in_steps(x: Tensor, steps: Steps, *, gathered: tuple[ExpertOrder, int] | None = None) -> Tensor:
-    """x [R, K] as [R, 128 * ceil(K / 128)], zero past K. With `gathered`, an order and top_k,
-    x [T, K] becomes [S, ...], in expert order."""
-    k = x.shape[1]
-    order, top_k = gathered or (None, 0)
-    row_to_slot = order.row_to_slot if order else None
-    rows = len(x) if row_to_slot is None else row_to_slot.numel()
+def in_steps(x: Tensor, steps: Steps, *, gather: ExpertOrder | None = None) -> Tensor:
+    """x [R, K] as [R, 128 * ceil(K / 128)], zero past K. With `gather` x [T, K] becomes [S, ...],
+    in that expert order."""
+    row_to_slot = gather.row_to_slot if gather else None
+    rows, k = x.shape if row_to_slot is None else (row_to_slot.numel(), x.shape[1])
+    top_k = rows // len(x) if gather else 0
     out = torch.empty(rows, width(k), dtype=x.dtype, device=x.device)
     start = _launches(
         STRIDE_X=x.stride(0), K=k, WIDTH=width(k), TOP_K=top_k, STEPS=steps, BM=16, num_warps=4

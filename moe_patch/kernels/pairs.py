@@ -119,7 +119,7 @@ def gate_up(
         weight_on_input=weight_on_input, save_pre=pre.numel() > 0, act_in_steps=act_in_steps,
         act_width=width,
     )  # fmt: skip
-    x = in_steps(x, "words", gathered=(order, order.row_to_slot.numel() // len(x)))
+    x = in_steps(x, "words", gather=order)
     start(
         _programs(x, order, columns), *_operands(x, weight, order), bias, slot_weight, act, pre,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
