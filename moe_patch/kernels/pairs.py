@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +23,13 @@ ROWS = 64
 """Rows of the weight in one of a tile's two blocks."""
 
 
-class Walk(NamedTuple):
-    """Of a program: its warpgroups, and the stages of each one's ring."""
-
-    walkers: int
-    stages: int
+STAGES = 2
+"""Steps that a warpgroup's ring holds; docs/kernels.md has the sweep."""
 
 
-def _walk(weight: Packed, order: ExpertOrder) -> Walk:
-    """docs/kernels.md has the sweep. With scaled sums of 32 rows, four warpgroups spill."""
-    return Walk(3 if order.block_m == 32 and weight.format != "mxfp4" else 4, 2)
+def _walkers(weight: Packed, order: ExpertOrder) -> int:
+    """Warpgroups of a program. With scaled sums of 32 rows, four would spill."""
+    return 3 if order.block_m == 32 and weight.format != "mxfp4" else 4
 
 
 def supported(weight: Packed, order: ExpertOrder) -> bool:
@@ -65,11 +62,10 @@ def _gate_up(activation: str, **sizes: Any) -> Launch:
 def _sizes(weight: Packed, order: ExpertOrder, second: int, columns: int) -> dict[str, Any]:
     """What both kernels' plans share; tiles cover so many `columns` of the product, in blocks."""
     _, n, k = weight.shape
-    walkers, stages = _walk(weight, order)
     return {
         "n": n, "k": k, "group": weight.group, "second": second, "bm": order.block_m,
-        "steps": cdiv(k, STEP), "stages": stages, "unit": pair_unit(weight.format),
-        "walkers": walkers, "whole": n == columns,
+        "steps": cdiv(k, STEP), "stages": STAGES, "unit": pair_unit(weight.format),
+        "walkers": _walkers(weight, order), "whole": n == columns,
     }  # fmt: skip
 
 
