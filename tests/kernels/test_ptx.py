@@ -145,6 +145,16 @@ def test_nf4_from_pairs(threads):
                 lookup._TWO_WORDS.value, word, word, bank, bank, outputs=4
             )
             assert list(as_it_is) == [memory[4 * (word >> 8 * byte & 255)] for byte in range(4)]
+            scale = bfloat_bits(-0.25)
+            scaled = Thread(lane=lane, shared=read).run(
+                lookup._SCALED.value, word, word, bank, bank, scale * 0x10001, 0, outputs=4
+            )
+            halves = [
+                (bits >> 16 * h, pair >> 16 * h)
+                for bits, pair in zip(scaled, as_it_is)
+                for h in (0, 1)
+            ]
+            assert all(bfloat(bits) == -0.25 * bfloat(pair) for bits, pair in halves)
         assert {at // 4 % 32 for at in read.asked} == {lane}
 
 
