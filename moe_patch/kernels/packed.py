@@ -67,7 +67,7 @@ PAIR_UNIT = 0.6960326265582437
 
 
 def pair_unit(format: str) -> float:
-    """What values of `pairs_of_codes` are multiplied by; those of other formats are exact."""
+    """Factor that values of `pairs_of_codes` lack; those of other formats are exact."""
     return PAIR_UNIT if format == "nf4" else 1.0
 
 

@@ -35,10 +35,10 @@ class Plan(NamedTuple):
     """How many rows of the weight a tile's second block is below its first."""
     bm: int
     steps: int
-    """Of the reduction; not fewer than stages."""
+    """Steps of the reduction; not fewer than stages."""
     stages: int
     unit: float
-    """What the table's values have to be multiplied by."""
+    """Factor that the table's values lack."""
     whole: bool
     """Whether tiles divide the weight."""
     walkers: int
@@ -60,7 +60,7 @@ class Operands(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """What a warpgroup multiplies comes through, and room for what it writes. Both halves of x and
+    """Memory that operands of a warpgroup pass through, and room for what it writes. Both halves of x and
     both blocks' words have memory of their own: between uses of the same one the compiler lets all
     threads wait for each other."""
 
@@ -74,14 +74,14 @@ class Ring(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Where a warpgroup is in its ring: a stage, and the parity of how often it was full."""
+    """Place of a warpgroup in its ring: a stage, and the parity of how often it was full."""
 
     stage: Any
     phase: Any
 
 
 class Tile(NamedTuple):
-    """Where a tile is: its first row of x, the row after its last, its expert, the first row of its
+    """Place of a tile: its first row of x, the row after its last, its expert, the first row of its
     weight."""
 
     row0: Any

@@ -51,7 +51,7 @@ def _scales_of():
 
 @gluon.jit
 def _fragment(words, scale, bank, SUMS: gl.constexpr):
-    """What a group's words [64, 2, 4] stand for, as a left operand [64, 64]; `scale` [64, 2] of
+    """Values of a group's words [64, 2, 4], as a left operand [64, 64]; `scale` [64, 2] of
     each 32 of them, or None."""
     by: gl.constexpr = _twice_of()
     twice = gl.convert_layout(gl.join(words, words), by, assert_trivial=True)
@@ -95,7 +95,7 @@ def _rows(tile, by: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _scales_at(operands, tile, PLAN: gl.constexpr):
-    """Where the scales [64, 2] of the first step of both blocks lie."""
+    """Pointers to the scales [64, 2] of the first step of both blocks."""
     by: gl.constexpr = _scales_of()
     COLUMNS: gl.constexpr = PLAN.k // PLAN.group
     row, other = _rows(tile, gl.SliceLayout(1, by), PLAN)
@@ -108,7 +108,7 @@ def _scales_at(operands, tile, PLAN: gl.constexpr):
 
 @gluon.jit
 def _scales(at, step, PLAN: gl.constexpr):
-    """Of a step; zero past the end of the reduction."""
+    """Scales of a step; zero past the end of the reduction."""
     at += step * (STEP // PLAN.group)
     if PLAN.k % STEP == 0:
         return gl.load(at)
@@ -119,7 +119,7 @@ def _scales(at, step, PLAN: gl.constexpr):
 
 @gluon.jit
 def _of_sums(scales, SUMS: gl.constexpr):
-    """Those of both groups, [64, 1] each."""
+    """Scales of both groups, [64, 1] each."""
     first, second = scales.to(gl.float32).split()
     by: gl.constexpr = gl.SliceLayout(1, SUMS)
     first = gl.convert_layout(first, by, assert_trivial=True)
@@ -129,7 +129,7 @@ def _of_sums(scales, SUMS: gl.constexpr):
 
 @gluon.jit
 def _by_sums(operands, ring, turn, tiles, bank, PLAN: gl.constexpr):
-    """As `products`; the sums of each group are scaled."""
+    """Sums as of `products`; those of each group are scaled."""
     BM: gl.constexpr = PLAN.bm
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     first_at, second_at = _scales_at(operands, tiles.now, PLAN)
@@ -167,7 +167,7 @@ def _by_sums(operands, ring, turn, tiles, bank, PLAN: gl.constexpr):
 
 @gluon.jit
 def _powers_at(operands, tile, PLAN: gl.constexpr):
-    """Where the exponents of the first step of both blocks lie, four in a word: [64]."""
+    """Pointers to the exponents of the first step of both blocks, four in a word: [64]."""
     by: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, _twice_of())))
     COLUMNS: gl.constexpr = PLAN.k // STEP
     row, other = _rows(tile, by, PLAN)
@@ -186,7 +186,7 @@ def _powers(words, GROUP_OF_STEP: gl.constexpr):
 
 @gluon.jit
 def _by_weights(operands, ring, turn, tiles, bank, PLAN: gl.constexpr):
-    """As `products`; weights are scaled, by powers of two."""
+    """Sums as of `products`; weights are scaled, by powers of two."""
     BM: gl.constexpr = PLAN.bm
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     first_at, second_at = _powers_at(operands, tiles.now, PLAN)
