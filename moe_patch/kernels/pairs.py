@@ -60,7 +60,7 @@ def _gate_up(activation: str, **sizes: Any) -> Launch:
 
 
 def _sizes(weight: Packed, order: ExpertOrder, second: int, columns: int) -> dict[str, Any]:
-    """Sizes that both kernels' plans share; tiles cover so many `columns` of the product, in blocks."""
+    """Sizes that both kernels' plans share; in blocks, tiles cover so many `columns`."""
     _, n, k = weight.shape
     return {
         "n": n, "k": k, "group": weight.group, "second": second, "bm": order.block_m,

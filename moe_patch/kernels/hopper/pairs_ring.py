@@ -60,9 +60,9 @@ class Operands(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Memory that operands of a warpgroup pass through, and room for what it writes. Both halves of x and
-    both blocks' words have memory of their own: between uses of the same one the compiler lets all
-    threads wait for each other."""
+    """Memory that operands of a warpgroup pass through, and room for what it writes. Both halves of
+    x and both blocks' words have memory of their own: between uses of the same one the compiler
+    lets all threads wait for each other."""
 
     low: Any
     high: Any
