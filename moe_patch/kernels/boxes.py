@@ -103,6 +103,43 @@ def gluon_box(
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
 
 
+FAR = 2**30
+"""More than any tensor has rows; see `rows_box`."""
+
+
+@functools.lru_cache(4096)
+def rows_box(
+    pointer: int,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    block: tuple[int, int],
+    stride: int = 0,
+) -> Any:
+    """A descriptor of [rows, columns], as `gluon_box`'s, for boxes that may end at any row.
+
+    It has four dimensions. Element (FAR, end, FAR - end + row, column) is (row, column), since a
+    step in the second or third is a row forwards, one in the first a row backwards, and addresses
+    are counted modulo 2^64 bytes. A box that begins there leaves the third dimension, of size FAR,
+    where it would pass row `end`. `triton.tools.ragged_tma` does the same. (A descriptor that
+    begins FAR rows earlier would need three. With one that began outside the tensor, an H200 read
+    illegal addresses where columns of a box were outside, too.)
+    """
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    rows, columns = shape
+    row = stride or columns
+    if rows > FAR:
+        return None
+    strides, block = (2**34 - row, row, row, 1), (1, 1, *block)
+    sizes = (2**31 - 1, 2**31 - 1, FAR, columns)
+    if not lawful(pointer, dtype.itemsize, sizes, strides, block):
+        return None
+    plain = _described(pointer, dtype, sizes, strides, block)
+    layout = NVMMASharedLayout(min(128, block[3] * dtype.itemsize), 8 * dtype.itemsize, 4)
+    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
+
+
 @dataclass(frozen=True)
 class _Memory:
     """Address and dtype of a tensor, for a descriptor that keeps nothing alive."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..order import ExpertOrder
 from . import chips
-from .boxes import box, gluon_box
+from .boxes import box, rows_box
 from .launch import Launch, cdiv, launches
 from .tiles import INTERPRET, ROLES, Tile, choose, dot, dot_precision, without_roles
 
@@ -123,20 +123,20 @@ def _on_hopper(
     if stride_n != 1 or p.dtype != q.dtype or any(size % 8 for size in sizes):
         return False
     block = (64, bn if left else bm // parts)
-    box = gluon_box(q.data_ptr(), q.dtype, (len(q), n if left else m), block, q.stride(0))
+    box = rows_box(q.data_ptr(), q.dtype, (len(q), n if left else m), block, q.stride(0))
     if box is None:
         return False
     boxes, room = None, parts == 3 or (left and not add)  # beside the ring
     if room and out.dtype == p.dtype and lies.is_contiguous():
-        boxes = gluon_box(out.data_ptr(), out.dtype, (experts * m, n), (64, 64))
+        boxes = rows_box(out.data_ptr(), out.dtype, (experts * m, n), (64, 64))
     start = _launch_on_hopper(
         m=m, n=n, stride_e=stride_e, stride_m=stride_m, gather=gather, gather_left=left,
-        stride_gathered=p.stride(0), stride_dense=q.stride(0), add=add,
+        stride_gathered=p.stride(0), add=add,
         bm=bm, bn=bn, parts=parts, stages=stages, boxed=boxes is not None,
     )  # fmt: skip
     programs = min(chips.multiprocessors(p.device), experts * cdiv(m, bm) * cdiv(n, bn))
     boxes = out if boxes is None else boxes
-    start((programs,), p, q, box, out, boxes, order.row_to_slot, order.expert_offsets, experts)
+    start((programs,), p, box, out, boxes, order.row_to_slot, order.expert_offsets, experts)
     return True
 
 

@@ -15,7 +15,7 @@ from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed_products
 from .activate import gate_of, glu
-from .boxes import gluon_box
+from .boxes import gluon_box, rows_box
 from .in_steps import width
 from .launch import Launch, cdiv
 from .tiles import (
@@ -212,7 +212,7 @@ def _on_hopper(
     lines, columns = experts * stored.shape[1], stored.shape[2]
     block = (tile.bn, tile.bk) if k_major else (tile.bk, tile.bn)
     w_box = gluon_box(stored.data_ptr(), x.dtype, (lines, columns), block)
-    box = functools.partial(gluon_box, dtype=x.dtype, shape=act.shape, block=(64, 64))
+    box = functools.partial(rows_box, dtype=x.dtype, shape=act.shape, block=(64, 64))
     act_box = gate_box = up_box = box(act.data_ptr())
     if save_pre:
         gate_box = box(pre.data_ptr(), stride=width)
@@ -228,8 +228,8 @@ def _on_hopper(
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     start(
         (min(chips.multiprocessors(x.device), tiles),),
-        x, w_box, act if slot_weight is None else slot_weight, act, act_box,
-        pre if save_pre else act, gate_box, up_box, order.num_tiles.new_zeros(1),
+        x, w_box, act if slot_weight is None else slot_weight, act_box, gate_box, up_box,
+        order.num_tiles.new_zeros(1),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed_products
-from .boxes import box, gluon_box
+from .boxes import box, gluon_box, rows_box
 from .launch import Launch, cdiv
 from .tiles import (
     NO_UPDATE,
@@ -103,11 +103,11 @@ def _on_hopper(x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, tile:
     stored = weight if k_major else weight.transpose(1, 2)
     if not stored.is_contiguous() or order.block_m != tile.bm:
         return False
-    x_box = gluon_box(x.data_ptr(), x.dtype, (len(x), k), (64, tile.bk), x.stride(0))
+    x_box = rows_box(x.data_ptr(), x.dtype, (len(x), k), (64, tile.bk), x.stride(0))
     lines, columns = experts * stored.shape[1], stored.shape[2]
     block = (tile.bn, tile.bk) if k_major else (tile.bk, tile.bn)
     w_box = gluon_box(stored.data_ptr(), x.dtype, (lines, columns), block)
-    out_box = gluon_box(out.data_ptr(), out.dtype, (len(out), n), (64, 64))
+    out_box = rows_box(out.data_ptr(), out.dtype, (len(out), n), (64, 64))
     if x_box is None or w_box is None or out_box is None:
         return False
     start = _launch_on_hopper(
@@ -116,7 +116,7 @@ def _on_hopper(x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, tile:
     )  # fmt: skip
     programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
     start(
-        (programs,), x_box, w_box, out, out_box, order.num_tiles.new_zeros(1),
+        (programs,), x_box, w_box, out_box, order.num_tiles.new_zeros(1),
         order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True

@@ -109,9 +109,17 @@ def moe_launches(
     tokens, hidden, inner, num_experts, top_k, dtype, llama4=False, rank=0, act="silu",
     biased=False, fp8=False, packed=""
 ):  # fmt: skip
-    """Every launch of one forward and backward, routing included."""
+    """Every launch of one forward and backward, routing included, and of weight gradients that are
+    added to what is there."""
     launches = []
     original, JITFunction.run = JITFunction.run, record(launches)
+    dw = kernels.dw.dw
+
+    def both(*args, add=False, **others):
+        dw(*args, add=True, **others)
+        return dw(*args, add=False, **others)
+
+    kernels.dw.dw = both
     try:
         with torch.device("meta"):
             logits = torch.empty(tokens, num_experts, dtype=dtype)
@@ -167,7 +175,7 @@ def moe_launches(
             _, *made = experts._experts_forward(*arguments)
             experts._experts_backward(*arguments, *made, x, need)
     finally:
-        JITFunction.run = original
+        JITFunction.run, kernels.dw.dw = original, dw
     return launches
 
 

@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import types
 from collections.abc import Callable, Iterator
+from operator import mul, sub
 from typing import Any
 
 import torch
@@ -202,6 +203,10 @@ class Shared(_Held):
         assert int(start) + int(length) <= self.v.shape[dim]
         return Shared(self.v.narrow(dim, int(start), int(length)))
 
+    def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
+        assert DTYPES[dtype.name] == self.v.dtype
+        return Shared(self.v.view(*map(int, shape)))
+
     def permute(self, order: Any) -> Shared:
         return Shared(self.v.permute(tuple(order)))
 
@@ -257,33 +262,36 @@ class Barriers:
 
 
 class Box:
-    """A descriptor: boxes of [rows, columns] in memory."""
+    """A descriptor: boxes in memory; addresses are counted modulo 2^64 bytes, as hardware does."""
 
     def __init__(self, found: Any) -> None:
-        dtype, (rows, columns) = found.base.dtype, found.shape
-        stride = found.strides[0]
-        self.block = tuple(found.block_shape)
-        flat = _memory(found.base.data_ptr(), dtype, (rows - 1) * stride + columns)
-        self.v = _bits(flat).as_strided((rows, columns), (stride, 1))
-        self.dtype, self.layout = NAMES[dtype], found.layout
+        self.shape, self.strides = tuple(found.shape), tuple(found.strides)
+        self.pointer, self.dtype = found.base.data_ptr(), NAMES[found.base.dtype]
+        self.block, self.layout = tuple(found.block_shape), found.layout
+        self.kind = found.base.dtype
 
-    def _inside(self, at: Any) -> tuple[slice, slice, slice, slice]:
-        found: list[slice] = []
-        for begin, size, end in zip(map(int, at), self.block, self.v.shape):
-            assert begin >= 0
-            length = max(0, min(size, end - begin))
-            found += [slice(begin, begin + length), slice(0, length)]
-        return found[0], found[2], found[1], found[3]
+    def _inside(self, at: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
+        """What of a box is inside, in memory and in the box; None: nothing."""
+        assert min(at) >= 0
+        sizes = [max(0, min(each)) for each in zip(self.block, map(sub, self.shape, at))]
+        if not all(sizes):
+            return None
+        begin = self.pointer + sum(map(mul, at, self.strides)) * self.kind.itemsize
+        begin %= 2**64
+        count = 1 + sum((size - 1) * stride for size, stride in zip(sizes, self.strides))
+        flat = _bits(_memory(begin, self.kind, count))
+        return flat.as_strided(sizes, self.strides), tuple(map(slice, sizes))
 
-    def read(self, at: Any, to: torch.Tensor) -> None:
-        rows, columns, to_rows, to_columns = self._inside(at)
-        to = _bits(to)
+    def read(self, at: list[int], to: torch.Tensor) -> None:
+        to, found = _bits(to), self._inside(at)
         to.zero_()
-        to[to_rows, to_columns] = self.v[rows, columns]
+        if found:
+            to[found[1]] = found[0]
 
-    def write(self, at: Any, what: torch.Tensor) -> None:
-        rows, columns, from_rows, from_columns = self._inside(at)
-        self.v[rows, columns] = what[from_rows, from_columns]
+    def write(self, at: list[int], what: torch.Tensor) -> None:
+        found = self._inside(at)
+        if found:
+            found[0].copy_(what[found[1]])
 
 
 def _memory(pointer: int, dtype: torch.dtype, count: int) -> torch.Tensor:

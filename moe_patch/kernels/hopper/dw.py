@@ -1,8 +1,8 @@
 """dw for Hopper: an expert's rows are the reduction; one operand is gathered, the other in order.
 
-Columns of the gathered one come by cp.async, those of the other through TMA. In an expert's last
-block of rows both come by cp.async, and rows past the end are zeros, because a neighbour's may hold
-NaN. The gathered operand's columns are the result's rows or its columns: as the result lies.
+Columns of the gathered one come by cp.async, those of the other through TMA. Rows past an expert's
+end are zeros in both, because a neighbour's may hold NaN. The gathered operand's columns are the
+result's rows or its columns: as the result lies.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...compat import gluon_copy, gluon_load
+from ...compat import gluon_copy
 from .ring import BK, multiply, ring_of, wait_empty
-from .stores import staged_for, store, store_boxes
+from .rows import load_rows
+from .stores import added, in_quarters, staged_for, store, store_box
 
-async_load, copy = gluon_load(), gluon_copy()
+copy = gluon_copy()
 
 
 class Plan(NamedTuple):
@@ -33,7 +34,6 @@ class Plan(NamedTuple):
     gather_left: bool
     """Columns of the gathered operand are the result's rows, else the result's columns."""
     stride_gathered: int
-    stride_dense: int
     add: bool
     bm: int
     bn: int
@@ -47,11 +47,10 @@ class Plan(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What is multiplied, inside a kernel; `box` is of `dense`."""
+    """What is multiplied, inside a kernel; of one of them boxes of rows."""
 
     gathered: Any
-    dense: Any
-    box: Any
+    dense_box: Any
     row_to_slot: Any
 
 
@@ -84,9 +83,9 @@ def _place(at, expert_offsets, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _columns(ring, stage, part: gl.constexpr, LEFT: gl.constexpr, PLAN: gl.constexpr):
-    """The part-th 64 columns of a stage of the left operand, or of the right one."""
-    if LEFT:
+def _columns(ring, stage, part: gl.constexpr, PLAN: gl.constexpr):
+    """The part-th 64 columns of a stage of the gathered operand."""
+    if PLAN.gather_left:
         WIDTH: gl.constexpr = PLAN.bm // PLAN.parts // 64
         left = ring.left.index(PLAN.parts * stage + part // WIDTH)
         return left.slice(part % WIDTH * 64, 64, dim=1)
@@ -95,24 +94,20 @@ def _columns(ring, stage, part: gl.constexpr, LEFT: gl.constexpr, PLAN: gl.const
 
 
 @gluon.jit
-def _copy(
-    rows, inside, first, ring, stage, N: gl.constexpr, LEFT: gl.constexpr, PLAN: gl.constexpr
-):
-    """Begins to copy all columns of an operand, from `first` on, of rows that are pointers [64, 1];
-    zeros where a row is not inside, and from column N on."""
-    WIDTH: gl.constexpr = PLAN.bm if LEFT else PLAN.bn
+def _copy(rows, inside, first, ring, stage, PLAN: gl.constexpr):
+    """Begins to copy the gathered operand's columns, from `first` on, of rows that are pointers
+    [64, 1]; zeros where a row is not inside, and past the last column."""
+    N: gl.constexpr = PLAN.m if PLAN.gather_left else PLAN.n
+    WIDTH: gl.constexpr = PLAN.bm if PLAN.gather_left else PLAN.bn
     by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     column = first + gl.arange(0, 64, gl.SliceLayout(0, by))
     for part in gl.static_range(WIDTH // 64):
         n = gl.expand_dims(column + part * 64, 0)
-        to = _columns(ring, stage, part, LEFT, PLAN)
-        copy(to, rows + n, inside & (n < N))
+        copy(_columns(ring, stage, part, PLAN), rows + n, inside & (n < N))
 
 
 @gluon.jit
 def _produce(operands, work, PLAN: gl.constexpr):
-    GATHERED: gl.constexpr = PLAN.m if PLAN.gather_left else PLAN.n
-    DENSE: gl.constexpr = PLAN.n if PLAN.gather_left else PLAN.m
     PARTS: gl.constexpr = PLAN.parts
     BYTES: gl.constexpr = (PLAN.bn if PLAN.gather_left else PLAN.bm) * BK * 2
     by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -131,21 +126,16 @@ def _produce(operands, work, PLAN: gl.constexpr):
             inside = gl.expand_dims(inside, 1)
             stage = wait_empty(work.ring, step, PLAN)
             full = work.ring.full.index(stage)
-            _copy(source, inside, gathered_at, work.ring, stage, GATHERED, PLAN.gather_left, PLAN)
-            if row + BK <= end:
-                mbarrier.expect(full, BYTES)
-                if PLAN.gather_left:
-                    async_load(operands.box, [row, dense_at], full, work.ring.right.index(stage))
-                else:
-                    for part in gl.static_range(PARTS):
-                        n = dense_at + part * (PLAN.bm // PARTS)
-                        async_load(
-                            operands.box, [row, n], full, work.ring.left.index(PARTS * stage + part)
-                        )
+            _copy(source, inside, gathered_at, work.ring, stage, PLAN)
+            mbarrier.expect(full, BYTES)
+            if PLAN.gather_left:
+                right = work.ring.right.index(stage)
+                load_rows(operands.dense_box, row, end, dense_at, full, right)
             else:
-                source = operands.dense + gl.expand_dims(rows.to(gl.int64) * PLAN.stride_dense, 1)
-                _copy(source, inside, dense_at, work.ring, stage, DENSE, not PLAN.gather_left, PLAN)
-                mbarrier.arrive(full, count=1)
+                for part in gl.static_range(PARTS):
+                    n = dense_at + part * (PLAN.bm // PARTS)
+                    left = work.ring.left.index(PARTS * stage + part)
+                    load_rows(operands.dense_box, row, end, n, full, left)
             async_copy.mbarrier_arrive(full, increment_count=False)
             step += 1
 
@@ -162,22 +152,27 @@ def _consume(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
         if steps > 0 or not PLAN.add:  # to an expert without rows nothing is added
             if PLAN.boxed:
                 first = expert * PLAN.m
-                store_boxes(
-                    acc, result.out, result.boxes, result.staged, first + m0, first + PLAN.m, n0,
-                    PLAN.stride_m, PLAN.n, PLAN.add, PART,
-                )  # fmt: skip
+                row, last = first + m0, first + PLAN.m
+                quarters = in_quarters(acc)
+                for i in gl.static_range(4):
+                    sums, n = quarters[i], n0 + 64 * i
+                    if PLAN.add:
+                        sums = added(sums, result.out, row, last, n, PLAN.n, PLAN.stride_m)
+                    store_box(sums, result.boxes, result.staged, row, last, n, PART, i % 2)
             else:
                 to = result.out + expert.to(gl.int64) * PLAN.stride_e
-                store(acc, to, m0, PLAN.m, n0, PLAN.n, PLAN.stride_m, PLAN.add)
+                if PLAN.add:
+                    acc = added(acc, to, m0, PLAN.m, n0, PLAN.n, PLAN.stride_m)
+                store(acc, to, m0, PLAN.m, n0, PLAN.n, PLAN.stride_m)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["experts"])
 def dw_hopper_kernel(
-    gathered, dense, box, out, boxes, row_to_slot, expert_offsets, experts, PLAN: gl.constexpr
+    gathered, dense_box, out, boxes, row_to_slot, expert_offsets, experts, PLAN: gl.constexpr
 ):  # fmt: skip
-    """`box` is of `dense`: [64, bn], or [64, bm / parts] where its columns are the result's rows;
-    `boxes` are of `out`, or are `out` itself."""
+    """`dense_box`: rows of [64, bn], or [64, bm / parts] where its columns are the result's rows;
+    `boxes`: of `out` as [E * m, n], rows of [64, 64]; or `out` itself."""
     NUM_M: gl.constexpr = (PLAN.m + PLAN.bm - 1) // PLAN.bm
     NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
     total = experts * (NUM_M * NUM_N)
@@ -185,7 +180,7 @@ def dw_hopper_kernel(
     staged = ring.left  # not used
     if PLAN.boxed:
         staged = staged_for(gathered.dtype.element_ty, PLAN)
-    operands = Operands(gathered, dense, box, row_to_slot)
+    operands = Operands(gathered, dense_box, row_to_slot)
     result, work = Result(out, boxes, staged), Work(expert_offsets, total, ring)
     if PLAN.parts == 3:
         gl.warp_specialize(

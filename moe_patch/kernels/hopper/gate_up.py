@@ -48,13 +48,11 @@ class Plan(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where it goes: tensors, boxes of `act` and of both halves of `pre`, and what they go by."""
+    """Where it goes: boxes of rows of `act` and of both halves of `pre`, and what they go by."""
 
     act: Any
-    act_box: Any
-    pre: Any
-    gate_box: Any
-    up_box: Any
+    gate: Any
+    up: Any
     staged: Any
 
 
@@ -83,22 +81,13 @@ def _store(
     PART: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """Writes 64 columns after 64: the sums, if they are kept, and what they become."""
-    I: gl.constexpr = PLAN.inner
-    if first + 64 > end:
-        tma.store_wait(0)
     gates, ups = in_halves(acc)
     gates, ups = in_halves(gates), in_halves(ups)
     for i in gl.static_range(2):
         gate, up, n = gates[i], ups[i], column + 64 * i
         if PLAN.save_pre:
-            store_box(
-                gate, result.pre, result.gate_box, result.staged, first, end, n,
-                2 * I, I, False, PART, i,
-            )  # fmt: skip
-            store_box(
-                up, result.pre + I, result.up_box, result.staged, first, end, n,
-                2 * I, I, False, PART, 1 - i,
-            )  # fmt: skip
+            store_box(gate, result.gate, result.staged, first, end, n, PART, i)
+            store_box(up, result.up, result.staged, first, end, n, PART, 1 - i)
         if PLAN.weight_on_input:
             rows = first + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
             slot = gl.load(row_to_slot + rows, mask=rows < end, other=0)
@@ -106,9 +95,7 @@ def _store(
             gate *= scale
             up *= scale
         value, by_gate, by_up = glu(gate, up, GATE)
-        store_box(
-            value, result.act, result.act_box, result.staged, first, end, n, I, I, False, PART, i
-        )
+        store_box(value, result.act, result.staged, first, end, n, PART, i)
 
 
 @gluon.jit
@@ -136,18 +123,18 @@ def _consume(
 
 @gluon.jit
 def gate_up_hopper_kernel(
-    x, w, slot_weight, act, act_box, pre, gate_box, up_box, taken,
+    x, w, slot_weight, act, gate, up, taken,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """x [T, K] with K a multiple of 64; w as boxes [128, 64] of [E * 2I, K] or [64, 128] of
-    [E * K, 2I]; act [S, I] and pre [S, 2I], and as boxes [64, 64] act and both halves of pre;
-    `taken` is one zero."""
+    [E * K, 2I]; act [S, I] and both halves of pre [S, 2I] as boxes of rows, [64, 64]; `taken` is
+    one zero."""
     NUM_N: gl.constexpr = (PLAN.inner + WIDTH - 1) // WIDTH
     tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N)
-    ring, turns = ring_of(act.dtype.element_ty, PLAN), turns_of(taken, PLAN)
-    staged = staged_for(act.dtype.element_ty, PLAN)
-    result = Result(act, act_box, pre, gate_box, up_box, staged)
+    ring, turns = ring_of(act.dtype, PLAN), turns_of(taken, PLAN)
+    staged = staged_for(act.dtype, PLAN)
+    result = Result(act, gate, up, staged)
     tokens = tokens_of(PLAN)
     gl.warp_specialize(
         [

@@ -32,13 +32,14 @@ def tokens_of(PLAN: gl.constexpr):
 
 @gluon.jit
 def _find(row_to_slot, tokens, turn, first, end, PLAN: gl.constexpr):
-    """Keeps which rows of x a tile's are; past the end: some token's."""
+    """Keeps which rows of x a tile's are; past the end: none, -1."""
     PARTS: gl.constexpr = PLAN.parts
     local = gl.arange(0, 64, gl.SliceLayout(1, rows_layout()))
     for part in gl.static_range(PARTS):
         rows = first + 64 * part + local
         slot = gl.load(row_to_slot + rows, mask=rows < end, other=0)
-        tokens.index(turn % 2 * PARTS + part).store(slot // PLAN.top_k)
+        token = gl.where(rows < end, slot // PLAN.top_k, -1)
+        tokens.index(turn % 2 * PARTS + part).store(token)
 
 
 @gluon.jit
@@ -60,7 +61,9 @@ def _load(
                 for part in gl.static_range(count):
                     token = tokens.index(turn % 2 * PARTS + part).load(gl.SliceLayout(1, by))
                     source = gl.expand_dims(token.to(gl.int64) * PLAN.stride_x, 1)
-                    copy(ring.left.index(PARTS * stage + part), x + source + columns + k)
+                    exists = gl.expand_dims(token >= 0, 1)
+                    left = ring.left.index(PARTS * stage + part)
+                    copy(left, x + source + columns + k, exists)
                 async_copy.mbarrier_arrive(full, increment_count=False)
     return step + (TO - FROM) // BK
 

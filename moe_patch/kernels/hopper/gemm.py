@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...compat import gluon_load
 from .ring import BK, multiply, pass_over, ring_of, wait_empty
-from .stores import staged_for, store_boxes
+from .rows import load_rows
+from .stores import in_quarters, staged_for, store_box
 from .turns import own, take, tell, tiles_of, told, turns_of
 
 async_load = gluon_load()
@@ -60,7 +61,7 @@ def _load(
                     async_load(w, [expert * PLAN.k + k, n], full, ring.right.index(stage))
                 for part in gl.static_range(count):
                     left = ring.left.index(PARTS * stage + part)
-                    async_load(x, [first + 64 * part, k], full, left)
+                    load_rows(x, first + 64 * part, end, k, full, left)
     return step + (TO - FROM) // BK
 
 
@@ -81,7 +82,7 @@ def _produce(x, w, tiles, ring, turns, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _consume(out, box, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
+def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
     STEPS: gl.constexpr = PLAN.k // BK
     step, turn = 0, 0
     first, end, column = told(turns, 0)
@@ -93,8 +94,10 @@ def _consume(out, box, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr
         pass_over(ring, step, STEPS - read, PLAN)
         step += STEPS
         if first < end:
-            n = column * PLAN.bn
-            store_boxes(acc, out, box, staged, first, end, n, PLAN.n, PLAN.n, False, ME)
+            quarters = in_quarters(acc)
+            for i in gl.static_range(4):
+                n = column * PLAN.bn + 64 * i
+                store_box(quarters[i], out, staged, first, end, n, ME, i % 2)
         turn += 1
         first, end, column = told(turns, turn)
     tma.store_wait(0)
@@ -102,18 +105,18 @@ def _consume(out, box, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr
 
 @gluon.jit
 def gemm_hopper_kernel(
-    x, w, out, box, taken, expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr
+    x, w, out, taken, expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr
 ):
-    """x [S, K] as boxes [64, 64]; w as boxes [256, 64] of [E * N, K] or [64, 256] of [E * K, N],
-    with K a multiple of 64; out [S, N] as it is, and as boxes [64, 64]; `taken` is one zero."""
+    """x [S, K] and out [S, N] as boxes of rows, [64, 64]; w as boxes [256, 64] of [E * N, K] or
+    [64, 256] of [E * K, N], with K a multiple of 64; `taken` is one zero."""
     NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
     tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N)
-    ring, turns = ring_of(out.dtype.element_ty, PLAN), turns_of(taken, PLAN)
-    staged = staged_for(out.dtype.element_ty, PLAN)
+    ring, turns = ring_of(out.dtype, PLAN), turns_of(taken, PLAN)
+    staged = staged_for(out.dtype, PLAN)
     gl.warp_specialize(
         [
-            (_consume, (out, box, staged, ring, turns, 0, PLAN)),
-            (_consume, (out, box, staged, ring, turns, 1, PLAN)),
+            (_consume, (out, staged, ring, turns, 0, PLAN)),
+            (_consume, (out, staged, ring, turns, 1, PLAN)),
             (_produce, (x, w, tiles, ring, turns, PLAN)),
         ],
         [4, 4],

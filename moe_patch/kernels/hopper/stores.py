@@ -6,9 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ...compat import gluon_store
-
-async_store = gluon_store()
+from .rows import store_rows
 
 
 @gluon.constexpr_function
@@ -23,23 +21,35 @@ def _by_quads(rows, columns):
 
 
 @gluon.jit
-def store(
-    acc, out, m0, m_end, n0, n_end,
-    ROW: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
-    """Writes sums to rows m0 ... of `out`, ROW elements apart, up to row m_end and column n_end, or
-    adds them. They are not to push operands out of the L2 cache."""
-    WIDE: gl.constexpr = out.dtype.element_ty.primitive_bitwidth > 16
-    by: gl.constexpr = acc.type.layout if WIDE else _by_quads(acc.shape[0], acc.shape[1])
-    m = m0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, by))
-    n = n0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, by))
+def _at(out, m0, m_end, n0, n_end, ROW: gl.constexpr, shape: gl.constexpr, by: gl.constexpr):
+    """(pointers to rows m0 ... of `out`, ROW elements apart, which of them are before row m_end and
+    column n_end)."""
+    m = m0 + gl.arange(0, shape[0], gl.SliceLayout(1, by))
+    n = n0 + gl.arange(0, shape[1], gl.SliceLayout(0, by))
     to = out + gl.expand_dims(m.to(gl.int64) * ROW, 1) + gl.expand_dims(n, 0)
-    inside = gl.expand_dims(m < m_end, 1) & gl.expand_dims(n < n_end, 0)
-    if ADD:
-        old = gl.load(to, mask=inside, other=0.0)
-        acc += gl.convert_layout(old, acc.type.layout).to(gl.float32)
-    new = gl.convert_layout(acc.to(out.dtype.element_ty), by)
-    gl.store(to, new, mask=inside, cache_modifier=".cs")
+    return to, gl.expand_dims(m < m_end, 1) & gl.expand_dims(n < n_end, 0)
+
+
+@gluon.jit
+def added(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
+    """Sums, plus what is in rows m0 ... of `out`, ROW elements apart, up to row m_end and column
+    n_end."""
+    WIDE: gl.constexpr = out.dtype.element_ty.primitive_bitwidth > 16
+    by: gl.constexpr = sums.type.layout if WIDE else _by_quads(sums.shape[0], sums.shape[1])
+    at, inside = _at(out, m0, m_end, n0, n_end, ROW, sums.shape, by)
+    old = gl.load(at, mask=inside, other=0.0)
+    return sums + gl.convert_layout(old, sums.type.layout).to(gl.float32)
+
+
+@gluon.jit
+def store(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
+    """Writes sums to rows m0 ... of `out`, ROW elements apart, up to row m_end and column n_end.
+    They are not to push operands out of the L2 cache."""
+    WIDE: gl.constexpr = out.dtype.element_ty.primitive_bitwidth > 16
+    by: gl.constexpr = sums.type.layout if WIDE else _by_quads(sums.shape[0], sums.shape[1])
+    at, inside = _at(out, m0, m_end, n0, n_end, ROW, sums.shape, by)
+    new = gl.convert_layout(sums.to(out.dtype.element_ty), by)
+    gl.store(at, new, mask=inside, cache_modifier=".cs")
 
 
 @gluon.jit
@@ -57,42 +67,18 @@ def in_halves(acc):
 
 
 @gluon.jit
-def store_box(
-    sums, out, box, staged, row, end, column,
-    ROW: gl.constexpr, N: gl.constexpr, ADD: gl.constexpr, PART: gl.constexpr, WAY: gl.constexpr,
-):  # fmt: skip
-    """Writes sums [64, 64] to rows `row` ... of `out`, ROW elements apart, up to row `end` and
-    column N, or adds them, by way of one of PART's two boxes in `staged`: through TMA, which may be
-    at work when it returns, but for sums of which some rows are another's. Boxes take both ways in
-    turns; before those of the second kind everything is waited for."""
-    by: gl.constexpr = _by_quads(64, 64)
-    m = row + gl.arange(0, 64, gl.SliceLayout(1, by))
-    n = column + gl.arange(0, 64, gl.SliceLayout(0, by))
-    to = out + gl.expand_dims(m.to(gl.int64) * ROW, 1) + gl.expand_dims(n, 0)
-    inside = gl.expand_dims(m < end, 1) & gl.expand_dims(n < N, 0)
-    if ADD:
-        old = gl.load(to, mask=inside, other=0.0)
-        sums += gl.convert_layout(old, sums.type.layout).to(gl.float32)
-    tma.store_wait(1)
-    by_way = staged.index(2 * PART + WAY)
-    by_way.store(sums.to(staged.dtype))
-    if row + 64 <= end:
-        fence_async_shared()
-        async_store(box, [row, column], by_way)
-    else:
-        gl.store(to, by_way.load(by), mask=inside)
+def in_quarters(acc):
+    """Four quarters of the columns."""
+    left, right = in_halves(acc)
+    return in_halves(left) + in_halves(right)
 
 
 @gluon.jit
-def store_boxes(
-    acc, out, box, staged, row, end, column,
-    ROW: gl.constexpr, N: gl.constexpr, ADD: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
-    """Writes sums [64, 256], or adds them; arguments as of `store_box`."""
-    if row + 64 > end:
-        tma.store_wait(0)
-    left, right = in_halves(acc)
-    boxes = in_halves(left) + in_halves(right)
-    for i in gl.static_range(4):
-        n = column + 64 * i
-        store_box(boxes[i], out, box, staged, row, end, n, ROW, N, ADD, PART, i % 2)
+def store_box(sums, box, staged, row, end, column, PART: gl.constexpr, WAY: gl.constexpr):
+    """Writes sums [64, 64] to rows `row` ... up to row `end`, by way of one of PART's two boxes in
+    `staged`, which take turns. It may be on its way when this returns."""
+    tma.store_wait(1)
+    by_way = staged.index(2 * PART + WAY)
+    by_way.store(sums.to(staged.dtype))
+    fence_async_shared()
+    store_rows(box, row, end, column, by_way)

@@ -1,0 +1,36 @@
+"""Boxes of an expert's rows through TMA, which end where the expert does.
+
+Rows past its end are zeros when they are loaded, whatever a neighbour has there, and are left alone
+when they are stored. `boxes.rows_box` describes a tensor so.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...compat import gluon_load, gluon_store
+from .. import boxes
+
+async_load, async_store = gluon_load(), gluon_store()
+FAR = gl.constexpr(boxes.FAR)
+
+
+@gluon.jit
+def _as_box(shared):
+    """[rows, columns] in shared memory as the box [1, 1, rows, columns] that it is."""
+    four: gl.constexpr = gl.NVMMASharedLayout(128, shared.dtype.primitive_bitwidth, 4)
+    return shared._reinterpret(shared.dtype, [1, 1, shared.shape[0], shared.shape[1]], four)
+
+
+@gluon.jit
+def load_rows(box, row, end, column, full, to):
+    """Begins to load rows `row` ... of columns `column` ... into `to` [rows, columns]; zeros from
+    row `end` on. All its bytes arrive at the barrier `full`."""
+    async_load(box, [FAR, end, FAR - end + row, column], full, _as_box(to))
+
+
+@gluon.jit
+def store_rows(box, row, end, column, what):
+    """Begins to write `what` [rows, columns] to rows `row` ... up to row `end`."""
+    async_store(box, [FAR, end, FAR - end + row, column], _as_box(what))
