@@ -31,9 +31,9 @@ FLOORS = tuple(
         """kernels kernels.chips kernels.boxes kernels.launch kernels.interpreter kernels.table
         kernels.activate kernels.tiles kernels.widen kernels.packed kernels.weights kernels.topk
         kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize
-        kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.stores
-        kernels.hopper.gather kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dgate
-        kernels.hopper.dw kernels.hopper.fp8
+        kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.rows
+        kernels.hopper.stores kernels.hopper.gather kernels.hopper.gate_up kernels.hopper.gemm
+        kernels.hopper.dgate kernels.hopper.dw kernels.hopper.fp8
         kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed kernels.in_steps
         kernels.hopper.pairs_ring kernels.hopper.pairs_sums kernels.hopper.pairs
         kernels.pairs kernels.packed_products
