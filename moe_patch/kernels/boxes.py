@@ -6,6 +6,7 @@ A kernel is given a descriptor of boxes, or the tensor itself, which it reads by
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,22 +85,24 @@ def _box(
 def gluon_box(
     pointer: int,
     dtype: torch.dtype,
-    shape: tuple[int, int],
-    block: tuple[int, int],
-    stride: int = 0,
+    shape: tuple[int, ...],
+    block: tuple[int, ...],
+    strides: tuple[int, ...] = (),
 ) -> Any:
-    """A descriptor for Gluon, of [rows, columns] with rows `stride` elements apart; 0: contiguous.
+    """A descriptor for Gluon, of a tensor with these strides, in elements; (): contiguous.
 
     None where boxes are not lawful. It does not keep the memory alive.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    strides = (stride or shape[1], 1)
+    if not strides:
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     if not lawful(pointer, dtype.itemsize, shape, strides, block):
         return None
     plain = _described(pointer, dtype, shape, strides, block)
-    layout = NVMMASharedLayout(min(128, block[1] * dtype.itemsize), 8 * dtype.itemsize, 2)
+    swizzled = min(128, block[-1] * dtype.itemsize)
+    layout = NVMMASharedLayout(swizzled, 8 * dtype.itemsize, len(block))
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
 
 
@@ -107,7 +110,6 @@ FAR = 2**30
 """More than any tensor has rows; see `rows_box`."""
 
 
-@functools.lru_cache(4096)
 def rows_box(
     pointer: int,
     dtype: torch.dtype,
@@ -115,7 +117,8 @@ def rows_box(
     block: tuple[int, int],
     stride: int = 0,
 ) -> Any:
-    """A descriptor of [rows, columns], as `gluon_box`'s, for boxes that may end at any row.
+    """A `gluon_box` of [rows, columns], rows `stride` elements apart (0: contiguous), for boxes
+    that may end at any row.
 
     It has four dimensions. Element (FAR, end, FAR - end + row, column) is (row, column), since a
     step in the second or third is a row forwards, one in the first a row backwards, and addresses
@@ -124,20 +127,12 @@ def rows_box(
     begins FAR rows earlier would need three. With one that began outside the tensor, an H200 read
     illegal addresses where columns of a box were outside, too.)
     """
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     rows, columns = shape
     row = stride or columns
     if rows > FAR:
         return None
-    strides, block = (2**34 - row, row, row, 1), (1, 1, *block)
     sizes = (2**31 - 1, 2**31 - 1, FAR, columns)
-    if not lawful(pointer, dtype.itemsize, sizes, strides, block):
-        return None
-    plain = _described(pointer, dtype, sizes, strides, block)
-    layout = NVMMASharedLayout(min(128, block[3] * dtype.itemsize), 8 * dtype.itemsize, 4)
-    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
+    return gluon_box(pointer, dtype, sizes, (1, 1, *block), (2**34 - row, row, row, 1))
 
 
 @dataclass(frozen=True)

@@ -201,9 +201,11 @@ def _on_hopper(
     lines, columns = experts * stored.shape[1], stored.shape[2]
     block = (tile.bn, tile.bk) if k_major else (tile.bk, tile.bn)
     w_box = gluon_box(stored.data_ptr(), d_out.dtype, (lines, columns), block)
-    gate_box = gluon_box(pre.data_ptr(), torch.float32, (len(pre), inner // 2), (64, 32), inner)
+    gate_box = gluon_box(
+        pre.data_ptr(), torch.float32, (len(pre), inner // 2), (64, 32), (inner, 1)
+    )
     ups = pre.data_ptr() + inner * pre.element_size()
-    up_box = gluon_box(ups, pre.dtype, (len(pre), inner), (64, 64), 2 * inner)
+    up_box = gluon_box(ups, pre.dtype, (len(pre), inner), (64, 64), (2 * inner, 1))
     if w_box is None or gate_box is None or up_box is None:
         return False
     start = _launch_on_hopper(

@@ -19,6 +19,8 @@ from .launch import Launch, cdiv
 from .packed import pair_unit, pairs_of_codes
 from .widen import readable
 
+GROUP = 64
+"""Columns of the reduction in a product: half a step."""
 ROWS = 64
 """Rows of the weight in one of a tile's two blocks."""
 
@@ -69,11 +71,15 @@ def _sizes(weight: Packed, order: ExpertOrder, second: int, columns: int) -> dic
     }  # fmt: skip
 
 
-def _operands(x: Tensor, weight: Packed, order: ExpertOrder) -> tuple[Any, ...]:
+def _operands(x: Tensor, weight: Packed, order: ExpertOrder, second: int) -> tuple[Any, ...]:
     """x, in steps and in expert order, and a weight as the kernels take them."""
     (experts, n, k), codes = weight.shape, weight.codes
-    x_box = gluon_box(x.data_ptr(), x.dtype, (len(x), x.shape[1]), (order.block_m, 64))
-    words = gluon_box(codes.data_ptr(), torch.int32, (experts * n, k // 8), (ROWS, 16))
+    steps, block = x.shape[1] // GROUP, (2, order.block_m, GROUP)
+    x_box = gluon_box(x.data_ptr(), x.dtype, (steps, len(x), GROUP), block, (GROUP, x.shape[1], 1))
+    shape, block = (1, experts * n, k // 8), (1, 2 * ROWS, 16)
+    if second != ROWS:
+        shape, block = (2 * experts, n // 2, k // 8), (2, ROWS, 16)
+    words = gluon_box(codes.data_ptr(), torch.int32, shape, block)
     return x_box, words, readable(weight.scales), pairs_of_codes(weight)
 
 
@@ -89,7 +95,7 @@ def gemm(
     start = _gemm(**_sizes(weight, order, ROWS, 2 * ROWS * columns))
     x = x if ordered else in_steps(x, "words")
     start(
-        _programs(x, order, columns), *_operands(x, weight, order), bias, out,
+        _programs(x, order, columns), *_operands(x, weight, order, ROWS), bias, out,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
 
@@ -117,7 +123,8 @@ def gate_up(
     )  # fmt: skip
     x = in_steps(x, "words", gather=order)
     start(
-        _programs(x, order, columns), *_operands(x, weight, order), bias, slot_weight, act, pre,
+        _programs(x, order, columns), *_operands(x, weight, order, inner),
+        bias, slot_weight, act, pre,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
 

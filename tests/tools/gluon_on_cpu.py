@@ -267,13 +267,13 @@ class Box:
     def __init__(self, found: Any) -> None:
         self.shape, self.strides = tuple(found.shape), tuple(found.strides)
         self.pointer, self.dtype = found.base.data_ptr(), NAMES[found.base.dtype]
-        self.block, self.layout = tuple(found.block_shape), found.layout
+        self.block_shape, self.layout = tuple(found.block_shape), found.layout
         self.kind = found.base.dtype
 
     def _inside(self, at: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
         """What of a box is inside, in memory and in the box; None: nothing."""
         assert min(at) >= 0
-        sizes = [max(0, min(each)) for each in zip(self.block, map(sub, self.shape, at))]
+        sizes = [max(0, min(each)) for each in zip(self.block_shape, map(sub, self.shape, at))]
         if not all(sizes):
             return None
         begin = self.pointer + sum(map(mul, at, self.strides)) * self.kind.itemsize
@@ -476,7 +476,7 @@ def _expect(where: Any, size: Any, pred: Any = True) -> None:
 
 
 def _tma_load(box: Box, at: Any, where: Any, to: Shared, pred: Any = True) -> None:
-    assert box.block == tuple(to.shape), (box.block, to.shape)
+    assert box.block_shape == tuple(to.shape), (box.block_shape, to.shape)
     barrier, at = _barrier(where), [int(each) for each in at]
 
     def comes() -> None:

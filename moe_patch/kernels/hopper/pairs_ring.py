@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...compat import gluon_barrier, gluon_load
+from .rows import as_box
 
 async_load, barrier = gluon_load(), gluon_barrier()
 STEP = gl.constexpr(128)
@@ -52,7 +53,10 @@ class Plan(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Boxes of x, in steps, and of all experts' codes as words; scales."""
+    """Boxes of x, in steps, and of all experts' codes as words; scales.
+
+    x [K / 64, S, 64] as boxes [2, bm, 64]. Where a tile's second block is a gate's up, words are
+    [2E, n / 2, K / 8] as boxes [2, 64, 16], else [1, E * n, K / 8] as boxes [1, 128, 16]."""
 
     x: Any
     words: Any
@@ -60,16 +64,14 @@ class Operands(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Memory that operands of a warpgroup pass through, and room for what it writes. Both halves of
-    x and both blocks' words have memory of their own: between uses of the same one the compiler
-    lets all threads wait for each other."""
+    """Memory that operands of a warpgroup pass through, and room for what it writes."""
 
-    low: Any
-    high: Any
-    first: Any
-    second: Any
+    x: Any
+    """A step's two halves, one below the other."""
+    words: Any
+    """Both blocks' words, one below the other."""
     full: Any
-    """Barriers that say that all four of a stage have come."""
+    """Barriers that say that all of a stage has come."""
     staged: Any
 
 
@@ -109,10 +111,8 @@ def ring_of(dtype: gl.constexpr, PLAN: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
     return Ring(
-        gl.allocate_shared_memory(dtype, [STAGES, BM, GROUP], for_x),
-        gl.allocate_shared_memory(dtype, [STAGES, BM, GROUP], for_x),
-        gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, STEP // 8], for_words),
-        gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, STEP // 8], for_words),
+        gl.allocate_shared_memory(dtype, [STAGES, 2 * BM, GROUP], for_x),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 2 * ROWS, STEP // 8], for_words),
         full, gl.allocate_shared_memory(dtype, [2, BM, ROWS], for_x),
     )  # fmt: skip
 
@@ -120,14 +120,16 @@ def ring_of(dtype: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def bring(operands, ring, stage, tile, step, PLAN: gl.constexpr):
     """Starts to bring a step of a tile."""
-    full = ring.full.index(stage)
-    row, word, k = tile.expert * PLAN.n + tile.n0, step * (STEP // 8), step * STEP
+    full, x, words = ring.full.index(stage), ring.x.index(stage), ring.words.index(stage)
+    x, words = as_box(x, operands.x), as_box(words, operands.words)
     barrier()  # all have read what was in the stage
     mbarrier.expect(full, 2 * ROWS * (STEP // 2) + PLAN.bm * STEP * 2)
-    async_load(operands.words, [row, word], full, ring.first.index(stage))
-    async_load(operands.words, [row + PLAN.second, word], full, ring.second.index(stage))
-    async_load(operands.x, [tile.row0, k], full, ring.low.index(stage))
-    async_load(operands.x, [tile.row0, k + GROUP], full, ring.high.index(stage))
+    if PLAN.second == ROWS:
+        row = tile.expert * PLAN.n + tile.n0
+        async_load(operands.words, [0, row, step * (STEP // 8)], full, words)
+    else:
+        async_load(operands.words, [2 * tile.expert, tile.n0, step * (STEP // 8)], full, words)
+    async_load(operands.x, [2 * step, tile.row0, 0], full, x)
 
 
 @gluon.jit

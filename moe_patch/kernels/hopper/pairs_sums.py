@@ -72,13 +72,14 @@ def _words(stage):
 
 
 @gluon.jit
-def _arrived(ring, turn):
+def _arrived(ring, turn, PLAN: gl.constexpr):
     """The stage's halves of x, turned [64, bm], and the words of both groups of both blocks."""
     stage = turn.stage
     mbarrier.wait(ring.full.index(stage), turn.phase)
-    low, high = ring.low.index(stage).permute((1, 0)), ring.high.index(stage).permute((1, 0))
-    first_low, first_high = _words(ring.first.index(stage))
-    second_low, second_high = _words(ring.second.index(stage))
+    x, words = ring.x.index(stage).permute((1, 0)), ring.words.index(stage)
+    low, high = x.slice(0, PLAN.bm, dim=1), x.slice(PLAN.bm, PLAN.bm, dim=1)
+    first_low, first_high = _words(words.slice(0, ROWS))
+    second_low, second_high = _words(words.slice(ROWS, ROWS))
     return low, high, first_low, first_high, second_low, second_high
 
 
@@ -140,7 +141,7 @@ def _by_sums(operands, ring, turn, tiles, bank, PLAN: gl.constexpr):
     for step in range(PLAN.steps):
         coming = gl.minimum(step + 1, PLAN.steps - 1)
         next_first, next_second = _scales(first_at, coming, PLAN), _scales(second_at, coming, PLAN)
-        low, high, first_low, first_high, second_low, second_high = _arrived(ring, turn)
+        low, high, first_low, first_high, second_low, second_high = _arrived(ring, turn, PLAN)
         low_scale, high_scale = _of_sums(first, SUMS)
         part = _fragment(first_low, None, bank, SUMS)
         sums = warpgroup_mma(part, low, none, use_acc=False, is_async=True)
@@ -196,7 +197,7 @@ def _by_weights(operands, ring, turn, tiles, bank, PLAN: gl.constexpr):
     for step in range(PLAN.steps):
         coming = gl.minimum(step + 1, PLAN.steps - 1)
         next_first, next_second = gl.load(first_at + coming), gl.load(second_at + coming)
-        low, high, first_low, first_high, second_low, second_high = _arrived(ring, turn)
+        low, high, first_low, first_high, second_low, second_high = _arrived(ring, turn, PLAN)
         part = _fragment(first_low, _powers(first, 0), bank, SUMS)
         left = warpgroup_mma(part, low, left, is_async=True)
         part = _fragment(second_low, _powers(second, 0), bank, SUMS)

@@ -17,20 +17,19 @@ FAR = gl.constexpr(boxes.FAR)
 
 
 @gluon.jit
-def _as_box(shared):
-    """[rows, columns] in shared memory as the box [1, 1, rows, columns] that it is."""
-    four: gl.constexpr = gl.NVMMASharedLayout(128, shared.dtype.primitive_bitwidth, 4)
-    return shared._reinterpret(shared.dtype, [1, 1, shared.shape[0], shared.shape[1]], four)
+def as_box(shared, box):
+    """Shared memory, of another shape, as a box of `box`."""
+    return shared._reinterpret(box.dtype, box.block_shape, box.layout)
 
 
 @gluon.jit
 def load_rows(box, row, end, column, full, to):
     """Begins to load rows `row` ... of columns `column` ... into `to` [rows, columns]; zeros from
     row `end` on. All its bytes arrive at the barrier `full`."""
-    async_load(box, [FAR, end, FAR - end + row, column], full, _as_box(to))
+    async_load(box, [FAR, end, FAR - end + row, column], full, as_box(to, box))
 
 
 @gluon.jit
 def store_rows(box, row, end, column, what):
     """Begins to write `what` [rows, columns] to rows `row` ... up to row `end`."""
-    async_store(box, [FAR, end, FAR - end + row, column], _as_box(what))
+    async_store(box, [FAR, end, FAR - end + row, column], as_box(what, box))
