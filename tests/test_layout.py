@@ -34,7 +34,7 @@ FLOORS = tuple(
         kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.rows
         kernels.hopper.stores kernels.hopper.gather kernels.hopper.gate_up kernels.hopper.gemm
         kernels.hopper.dgate kernels.hopper.dw kernels.hopper.fp8
-        kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed kernels.in_steps
+        kernels.in_steps kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed
         kernels.hopper.pairs_ring kernels.hopper.pairs_sums kernels.hopper.pairs
         kernels.pairs kernels.packed_products
         kernels.dequantize

@@ -106,10 +106,23 @@ def gluon_box(
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
 
 
+def weight_box(weight: Tensor, columns: int, reduction: int) -> Any:
+    """A `gluon_box` of [E, N, K], over all experts' lines as they lie: boxes [columns, reduction]
+    of [E * N, K], or [reduction, columns] of [E * K, N] where that is contiguous."""
+    block = (columns, reduction)
+    if weight.stride(2) != 1:
+        weight, block = weight.transpose(1, 2), (reduction, columns)
+    if not weight.is_contiguous():
+        return None
+    shape = weight.shape[0] * weight.shape[1], weight.shape[2]
+    return gluon_box(weight.data_ptr(), weight.dtype, shape, block)
+
+
 FAR = 2**30
 """More than any tensor has rows; see `rows_box`."""
 
 
+@functools.lru_cache(4096)
 def rows_box(
     pointer: int,
     dtype: torch.dtype,

@@ -23,7 +23,7 @@ from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips
 from .activate import gate_of, through_gate
-from .boxes import gluon_box
+from .boxes import gluon_box, weight_box
 from .launch import Launch, cdiv
 from .tiles import (
     NO_UPDATE,
@@ -38,6 +38,7 @@ from .tiles import (
     low_rank_in,
     low_rank_out,
     place,
+    plan_of,
 )
 from .weights import Weight, suffix, weight_dot, weight_operand
 
@@ -192,15 +193,12 @@ def _on_hopper(
     activation: str,
 ) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
-    (experts, inner, hidden), k_major = weight.shape, weight.stride(2) == 1
-    stored = weight if k_major else weight.transpose(1, 2)
+    _, inner, hidden = weight.shape
     by_16_bytes = not (d_out.stride(0) % 8 or d_out.data_ptr() % 16)
-    if not (stored.is_contiguous() and by_16_bytes and order.block_m == tile.bm):
+    if not by_16_bytes or order.block_m != tile.bm:
         return False
     d_pre, act, d_scale = made
-    lines, columns = experts * stored.shape[1], stored.shape[2]
-    block = (tile.bn, tile.bk) if k_major else (tile.bk, tile.bn)
-    w_box = gluon_box(stored.data_ptr(), d_out.dtype, (lines, columns), block)
+    w_box = weight_box(weight, tile.bn, tile.bk)
     gate_box = gluon_box(
         pre.data_ptr(), torch.float32, (len(pre), inner // 2), (64, 32), (inner, 1)
     )
@@ -212,8 +210,7 @@ def _on_hopper(
         activation, inner=inner, k=hidden, stride_x=d_out.stride(0),
         top_k=len(order.row_to_slot) // len(d_out), weight_on_input=weight_on_input,
         need_pre=d_pre.numel() > 0, need_act=act.numel() > 0, need_scale=d_scale.numel() > 0,
-        group_m=tile.group_m, stages=tile.stages, right_turned=k_major,
-        listed=order.block_m,
+        **plan_of(tile, weight),
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     start(

@@ -15,7 +15,7 @@ from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed_products
 from .activate import gate_of, glu
-from .boxes import gluon_box, rows_box
+from .boxes import rows_box, weight_box
 from .in_steps import width
 from .launch import Launch, cdiv
 from .tiles import (
@@ -31,6 +31,7 @@ from .tiles import (
     low_rank_in,
     low_rank_out,
     place,
+    plan_of,
     without_roles,
 )
 from .weights import Weight, suffix, weight_dot, weight_operand
@@ -203,15 +204,12 @@ def _on_hopper(
 ) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful. `slot_weight` is
     None where rows are not multiplied by it."""
-    (experts, width, hidden), inner = weight.shape, act.shape[1]
-    k_major, save_pre = weight.stride(2) == 1, pre.numel() > 0
-    stored = weight if k_major else weight.transpose(1, 2)
+    (_, width, hidden), inner = weight.shape, act.shape[1]
+    save_pre = pre.numel() > 0
     by_16_bytes = not (x.stride(0) % 8 or x.data_ptr() % 16)
-    if not (stored.is_contiguous() and by_16_bytes and order.block_m == tile.bm):
+    if not by_16_bytes or order.block_m != tile.bm:
         return False
-    lines, columns = experts * stored.shape[1], stored.shape[2]
-    block = (tile.bn, tile.bk) if k_major else (tile.bk, tile.bn)
-    w_box = gluon_box(stored.data_ptr(), x.dtype, (lines, columns), block)
+    w_box = weight_box(weight, tile.bn, tile.bk)
     box = functools.partial(rows_box, dtype=x.dtype, shape=act.shape, block=(64, 64))
     act_box = gate_box = up_box = box(act.data_ptr())
     if save_pre:
@@ -222,8 +220,7 @@ def _on_hopper(
     start = _launch_on_hopper(
         activation, inner=inner, k=hidden, stride_x=x.stride(0),
         top_k=len(order.row_to_slot) // len(x), weight_on_input=slot_weight is not None,
-        save_pre=save_pre, group_m=tile.group_m, stages=tile.stages, right_turned=k_major,
-        listed=order.block_m,
+        save_pre=save_pre, **plan_of(tile, weight),
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     start(

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed_products
-from .boxes import box, gluon_box, rows_box
+from .boxes import box, rows_box, weight_box
 from .launch import Launch, cdiv
 from .tiles import (
     NO_UPDATE,
@@ -27,6 +27,7 @@ from .tiles import (
     low_rank_in,
     low_rank_out,
     place,
+    plan_of,
     without_roles,
 )
 from .weights import Weight, suffix, weight_dot, weight_operand
@@ -99,21 +100,15 @@ def _launch_on_hopper(**sizes: int) -> Launch:
 
 def _on_hopper(x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, tile: Tile) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
-    (experts, n, k), k_major = weight.shape, weight.stride(2) == 1
-    stored = weight if k_major else weight.transpose(1, 2)
-    if not stored.is_contiguous() or order.block_m != tile.bm:
+    if order.block_m != tile.bm:
         return False
+    _, n, k = weight.shape
     x_box = rows_box(x.data_ptr(), x.dtype, (len(x), k), (64, tile.bk), x.stride(0))
-    lines, columns = experts * stored.shape[1], stored.shape[2]
-    block = (tile.bn, tile.bk) if k_major else (tile.bk, tile.bn)
-    w_box = gluon_box(stored.data_ptr(), x.dtype, (lines, columns), block)
+    w_box = weight_box(weight, tile.bn, tile.bk)
     out_box = rows_box(out.data_ptr(), out.dtype, (len(out), n), (64, 64))
     if x_box is None or w_box is None or out_box is None:
         return False
-    start = _launch_on_hopper(
-        n=n, k=k, group_m=tile.group_m, stages=tile.stages, right_turned=k_major,
-        listed=order.block_m,
-    )  # fmt: skip
+    start = _launch_on_hopper(n=n, k=k, **plan_of(tile, weight))
     programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
     start(
         (programs,), x_box, w_box, out_box, order.num_tiles.new_zeros(1),

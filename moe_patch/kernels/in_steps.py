@@ -13,6 +13,9 @@ from ..order import ExpertOrder
 from .launch import cdiv, launches
 
 STEP = 128
+"""Columns of a step."""
+GROUP = STEP // 2
+"""Columns that a product of wgmma takes in `hopper/pairs.py`."""
 Steps = Literal["halves", "bytes", "words"]
 """The order of a step, by where the two codes of a pair are: one in each half of a word, or both in
 a byte (`hopper/codes.py`), where a thread may have every fourth word (`hopper/pairs.py`)."""

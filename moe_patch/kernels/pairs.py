@@ -14,13 +14,11 @@ from ..order import ExpertOrder
 from . import chips
 from .activate import gate_of
 from .boxes import gluon_box
-from .in_steps import STEP, in_steps
+from .in_steps import GROUP, STEP, in_steps
 from .launch import Launch, cdiv
 from .packed import pair_unit, pairs_of_codes
 from .widen import readable
 
-GROUP = 64
-"""Columns of the reduction in a product: half a step."""
 ROWS = 64
 """Rows of the weight in one of a tile's two blocks."""
 
@@ -41,7 +39,7 @@ def supported(weight: Packed, order: ExpertOrder) -> bool:
         return False
     if weight.format == "mxfp4":
         return k % STEP == 0 and not weight.scales.data_ptr() % 4  # four scales are a word
-    return weight.group in (ROWS, 2 * ROWS)
+    return weight.group in (GROUP, 2 * GROUP)
 
 
 @functools.lru_cache(1024)

@@ -232,6 +232,14 @@ def _has_roles(product: Product) -> bool:
     return kernel == "gemm" and n >= 256 and (bm == 128 or k <= 4096)
 
 
+def plan_of(tile: Tile, weight: Tensor) -> dict[str, Any]:
+    """What plans of the kernels in hopper/ say of their tiles, and of a weight [E, N, K]."""
+    return {
+        "group_m": tile.group_m, "stages": tile.stages, "listed": tile.bm,
+        "right_turned": weight.stride(2) == 1,
+    }  # fmt: skip
+
+
 def without_roles(tile: Tile, stages: int) -> Tile:
     """The tile of the kernel for every chip instead, with so many stages."""
     if tile.warps != ROLES:

@@ -203,8 +203,7 @@ class Shared(_Held):
         assert int(start) + int(length) <= self.v.shape[dim]
         return Shared(self.v.narrow(dim, int(start), int(length)))
 
-    def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
-        assert DTYPES[dtype.name] == self.v.dtype
+    def reshape(self, shape: Any) -> Shared:
         return Shared(self.v.view(*map(int, shape)))
 
     def permute(self, order: Any) -> Shared:

@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .. import in_steps
 from ..packed import PAIR_UNIT
 from .lookup import own_bank, pairs_of_word
 
-STEP = gl.constexpr(128)
+STEP = gl.constexpr(in_steps.STEP)
 LESS = gl.constexpr(30)
 """Values of mxfp4 are 2 ** 30 times less than they should be, and so are their sums, until the end.
 The difference of the exponents' biases, 126, and a scale are one factor then, in bfloat16's range

@@ -13,13 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...compat import gluon_barrier, gluon_load
+from .. import in_steps
 from .rows import as_box
 
 async_load, barrier = gluon_load(), gluon_barrier()
-STEP = gl.constexpr(128)
-"""Columns of the reduction that a stage holds."""
-GROUP = gl.constexpr(64)
-"""Columns of the reduction in a product of wgmma: half a step."""
+STEP, GROUP = gl.constexpr(in_steps.STEP), gl.constexpr(in_steps.GROUP)
+"""Columns of the reduction that a stage holds, and that a product of wgmma takes."""
 ROWS = gl.constexpr(64)
 """Rows of the weight in one of a tile's two blocks."""
 
