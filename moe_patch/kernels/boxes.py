@@ -142,7 +142,7 @@ def rows_box(
     """
     rows, columns = shape
     row = stride or columns
-    if rows > FAR:
+    if not 0 < rows <= FAR:
         return None
     sizes = (2**31 - 1, 2**31 - 1, FAR, columns)
     return gluon_box(pointer, dtype, sizes, (1, 1, *block), (2**34 - row, row, row, 1))

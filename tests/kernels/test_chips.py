@@ -131,3 +131,28 @@ def test_no_box_of_a_tensor_without_contiguous_rows_or_of_great_strides():
     assert not boxes.lawful(0, 2, (64, 4), (1, 64), (32, 2))
     assert not boxes.lawful(0, 2, (4, 64), (1 << 40, 1), (2, 32))
     assert not boxes.lawful(0, 2, (4, 64), (0, 1), (2, 32)), "an expanded tensor"
+
+
+@given(
+    rows=st.integers(1, 2**30),
+    columns=st.integers(1, 600).map(lambda n: 8 * n),
+    more=st.integers(0, 5).map(lambda n: 8 * n),
+    at=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_boxes_of_rows_find_rows_and_end_where_they_are_told(rows, columns, more, at):
+    pytest.importorskip("triton.experimental.gluon")
+    pointer, stride = 0x7F00_0000_0000, columns + more
+    box = boxes.rows_box(pointer, torch.float16, (rows, columns), (64, 64), stride)
+    end = 1 + int(at[0] * (rows - 1))
+    row = min(int(at[1] * end), end - 1)
+    place = boxes.FAR, end, boxes.FAR - end + row, 0
+    address = pointer + 2 * sum(n * step for n, step in zip(place, box.strides))
+    assert address % 2**64 == pointer + 2 * row * stride
+    assert all(0 <= n < size for n, size in zip(place, box.shape))
+    assert box.shape[2] - place[2] == end - row, "rows that are left of the third dimension"
+
+
+def test_rows_without_a_box():
+    pytest.importorskip("triton.experimental.gluon")
+    for rows, stride in ((0, 64), (2**30 + 1, 64), (8, 60)):
+        assert boxes.rows_box(1 << 40, torch.float16, (rows, 64), (64, 64), stride) is None
