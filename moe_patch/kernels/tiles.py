@@ -233,7 +233,7 @@ def _has_roles(product: Product) -> bool:
 
 
 def plan_of(tile: Tile, weight: Tensor) -> dict[str, Any]:
-    """What plans of the kernels in hopper/ say of their tiles, and of a weight [E, N, K]."""
+    """Fields that plans of the kernels in hopper/ share: of a tile, and of a weight [E, N, K]."""
     return {
         "group_m": tile.group_m, "stages": tile.stages, "listed": tile.bm,
         "right_turned": weight.stride(2) == 1,

@@ -270,7 +270,7 @@ class Box:
         self.kind = found.base.dtype
 
     def _inside(self, at: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
-        """What of a box is inside, in memory and in the box; None: nothing."""
+        """Part of a box that is inside the tensor, in memory and in the box; None: no part."""
         assert min(at) >= 0
         sizes = [max(0, min(each)) for each in zip(self.block_shape, map(sub, self.shape, at))]
         if not all(sizes):

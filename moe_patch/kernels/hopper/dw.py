@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What is multiplied, inside a kernel; of one of them boxes of rows."""
+    """Factors of the product, inside a kernel; the dense one as boxes of rows."""
 
     gathered: Any
     dense_box: Any

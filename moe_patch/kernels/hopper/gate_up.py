@@ -48,7 +48,8 @@ class Plan(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where it goes: boxes of rows of `act` and of both halves of `pre`, and what they go by."""
+    """Boxes of rows of `act` and of both halves of `pre`, and the memory by way of which they are
+    written."""
 
     act: Any
     gate: Any
