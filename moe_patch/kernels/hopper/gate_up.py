@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...compat import gluon_load
 from ..activate import glu
 from .gather import produce, tokens_of
-from .ring import BK, multiply, pass_over, ring_of
-from .stores import in_halves, staged_for, store_box
+from .ring import BK, multiply_beside, pass_over, ring_of, sums_of
+from .stores import in_halves, rounded, staged_for, store_box
 from .turns import tiles_of, told, turns_of
 
 async_load = gluon_load()
@@ -76,27 +76,69 @@ def _produce(x, w, row_to_slot, tokens, tiles, ring, turns, PLAN: gl.constexpr):
     produce(x, w, row_to_slot, tokens, tiles, ring, turns, _bring, WIDTH, PLAN)
 
 
+class Waiting(NamedTuple):
+    """Results of a tile that are written beside the next one's products."""
+
+    boxes: Any
+    """[64, 64] each, rounded: both halves of act; before them, if pre is kept, the second ones of
+    the gate and of up."""
+    first: Any
+    end: Any
+    """The row after its expert's last; 0 if there are none."""
+    column: Any
+
+
+class Writer(NamedTuple):
+    """What writes them, for a warpgroup."""
+
+    result: Result
+    waiting: Waiting
+    me: gl.constexpr
+
+
 @gluon.jit
-def _store(
+def _write(writer, I: gl.constexpr):
+    result, waiting, ME = writer
+    boxes, first, end, column = waiting
+    if end > 0:
+        if len(boxes) == 2:
+            store_box(boxes[I], result.act, result.staged, first, end, column + 64 * I, ME, I)
+        elif I == 0:
+            store_box(boxes[0], result.gate, result.staged, first, end, column + 64, ME, 0)
+        elif I == 1:
+            store_box(boxes[1], result.up, result.staged, first, end, column + 64, ME, 1)
+        else:
+            n = column + 64 * (I - 2)
+            store_box(boxes[I], result.act, result.staged, first, end, n, ME, I - 2)
+
+
+@gluon.jit
+def _activated(
     acc, result, slot_weight, row_to_slot, first, end, column,
-    PART: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
+    ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
-    """Writes 64 columns after 64: the sums, if they are kept, and what they become."""
+    """What becomes of sums, as `Waiting` has it. The first halves of the gate and of up are
+    written, if they are kept."""
+    dtype: gl.constexpr = result.act.dtype
     gates, ups = in_halves(acc)
-    gates, ups = in_halves(gates), in_halves(ups)
-    for i in gl.static_range(2):
-        gate, up, n = gates[i], ups[i], column + 64 * i
-        if PLAN.save_pre:
-            store_box(gate, result.gate, result.staged, first, end, n, PART, i)
-            store_box(up, result.up, result.staged, first, end, n, PART, 1 - i)
-        if PLAN.weight_on_input:
-            rows = first + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
-            slot = gl.load(row_to_slot + rows, mask=rows < end, other=0)
-            scale = gl.expand_dims(gl.load(slot_weight + slot).to(gl.float32), 1)
-            gate *= scale
-            up *= scale
-        value, by_gate, by_up = glu(gate, up, GATE)
-        store_box(value, result.act, result.staged, first, end, n, PART, i)
+    gate, gate_2 = in_halves(gates)
+    up, up_2 = in_halves(ups)
+    if PLAN.save_pre:
+        store_box(gate, result.gate, result.staged, first, end, column, ME, 0)
+        store_box(up, result.up, result.staged, first, end, column, ME, 1)
+        kept = gate_2.to(dtype), up_2.to(dtype)
+    if PLAN.weight_on_input:
+        rows = first + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
+        slot = gl.load(row_to_slot + rows, mask=rows < end, other=0)
+        scale = gl.expand_dims(gl.load(slot_weight + slot).to(gl.float32), 1)
+        gate, up, gate_2, up_2 = gate * scale, up * scale, gate_2 * scale, up_2 * scale
+    value, by_gate, by_up = glu(gate, up, GATE)
+    value_2, by_gate, by_up = glu(gate_2, up_2, GATE)
+    act = value.to(dtype), value_2.to(dtype)
+    if PLAN.save_pre:
+        return kept + act
+    else:
+        return act
 
 
 @gluon.jit
@@ -105,20 +147,30 @@ def _consume(
     ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = PLAN.k // BK
+    WAITING: gl.constexpr = 4 if PLAN.save_pre else 2
     step, turn = 0, 0
     first, end, column = told(turns, 0)
+    none = rounded(sums_of(PLAN), result.act.dtype)
+    if not PLAN.save_pre:
+        none = none[0], none[1]
+    waiting = Waiting(none, first, end * 0, column)
     while end > 0:
         part = (turn + ME) % PLAN.parts  # of short tiles each warpgroup gets its share
         first += part * 64
-        read = gl.where(first < end, STEPS, 0)
-        acc = multiply(ring, step, read, part, PLAN)  # [64, 128 of the gate and 128 of up]
-        pass_over(ring, step, STEPS - read, PLAN)
-        step += STEPS
         if first < end:
+            writer = Writer(result, waiting, ME)
+            # [64, 128 of the gate and 128 of up]
+            acc = multiply_beside(ring, step, part, writer, _write, WAITING, PLAN)
             n = column * WIDTH
-            _store(acc, result, slot_weight, row_to_slot, first, end, n, ME, PLAN, GATE)
+            boxes = _activated(acc, result, slot_weight, row_to_slot, first, end, n, ME, PLAN, GATE)
+            waiting = Waiting(boxes, first, end, n)
+        else:
+            pass_over(ring, step, STEPS, PLAN)
+        step += STEPS
         turn += 1
         first, end, column = told(turns, turn)
+    for i in gl.static_range(WAITING):
+        _write(Writer(result, waiting, ME), i)
     tma.store_wait(0)
 
 

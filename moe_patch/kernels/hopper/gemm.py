@@ -8,16 +8,16 @@ the tiles at work lie close together and their operands in the L2 cache.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...compat import gluon_load
-from .ring import BK, multiply, pass_over, ring_of, wait_empty
+from .ring import BK, multiply_beside, pass_over, ring_of, sums_of, wait_empty
 from .rows import load_rows
-from .stores import in_quarters, staged_for, store_box
+from .stores import rounded, staged_for, store_box
 from .turns import own, take, tell, tiles_of, told, turns_of
 
 async_load = gluon_load()
@@ -81,25 +81,56 @@ def _produce(x, w, tiles, ring, turns, PLAN: gl.constexpr):
         expert, first, end, column = own(turns, turn)
 
 
+class Waiting(NamedTuple):
+    """Sums of a tile that are written beside the next one's products."""
+
+    quarters: Any
+    """Of its columns, [64, 64] each, rounded."""
+    first: Any
+    end: Any
+    """The row after its expert's last; 0 if there are no sums."""
+    column: Any
+
+
+class Writer(NamedTuple):
+    """What writes them: to boxes of `out`, by way of a warpgroup's part of `staged`."""
+
+    out: Any
+    staged: Any
+    waiting: Waiting
+    me: gl.constexpr
+
+
+@gluon.jit
+def _write(writer, QUARTER: gl.constexpr):
+    quarters, first, end, column = writer.waiting
+    if end > 0:
+        n = column + 64 * QUARTER
+        store_box(
+            quarters[QUARTER], writer.out, writer.staged, first, end, n, writer.me, QUARTER % 2
+        )
+
+
 @gluon.jit
 def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
     STEPS: gl.constexpr = PLAN.k // BK
     step, turn = 0, 0
     first, end, column = told(turns, 0)
+    waiting = Waiting(rounded(sums_of(PLAN), out.dtype), first, end * 0, column)
     while end > 0:
         part = (turn + ME) % PLAN.parts  # of short tiles each warpgroup gets its share
         first += part * 64
-        read = gl.where(first < end, STEPS, 0)
-        acc = multiply(ring, step, read, part, PLAN)
-        pass_over(ring, step, STEPS - read, PLAN)
-        step += STEPS
         if first < end:
-            quarters = in_quarters(acc)
-            for i in gl.static_range(4):
-                n = column * PLAN.bn + 64 * i
-                store_box(quarters[i], out, staged, first, end, n, ME, i % 2)
+            writer = Writer(out, staged, waiting, ME)
+            acc = multiply_beside(ring, step, part, writer, _write, 4, PLAN)
+            waiting = Waiting(rounded(acc, out.dtype), first, end, column * PLAN.bn)
+        else:
+            pass_over(ring, step, STEPS, PLAN)
+        step += STEPS
         turn += 1
         first, end, column = told(turns, turn)
+    for i in gl.static_range(4):
+        _write(Writer(out, staged, waiting, ME), i)
     tma.store_wait(0)
 
 

@@ -70,31 +70,73 @@ def wait_empty(ring, step, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def multiply(ring, step, steps, part, PLAN: gl.constexpr):
-    """Sums [bm / parts, bn] over `steps` stages from `step` on, of a part of the left operand."""
+def _begin(ring, step, part, acc, ADD: gl.constexpr, PLAN: gl.constexpr):
+    """Begins to add the product of a step's stage and a part of the left operand to sums, or to
+    replace them by it."""
+    stage = step % PLAN.stages
+    mbarrier.wait(ring.full.index(stage), (step // PLAN.stages) & 1)
+    if PLAN.copied:  # cp.async writes as threads do, and wgmma reads as TMA does
+        fence_async_shared()
+    left = ring.left.index(PLAN.parts * stage + part)
+    right = ring.right.index(stage)
+    if PLAN.left_turned:
+        left = left.permute((1, 0))
+    if PLAN.right_turned:
+        right = right.permute((1, 0))
+    return warpgroup_mma(left, right, acc, use_acc=ADD, is_async=True)
+
+
+@gluon.jit
+def _release(ring, step, PLAN: gl.constexpr, pred=True):
+    """Says that a step's stage has been read."""
+    mbarrier.arrive(ring.empty.index(step % PLAN.stages), count=1, pred=pred)
+
+
+@gluon.jit
+def sums_of(PLAN: gl.constexpr):
+    """Zeros [bm / parts, bn], as sums lie in a warpgroup's registers."""
     BN: gl.constexpr = PLAN.bn
     # four warpgroups begin with 128 registers each, too few for an instruction with 256 columns
     WIDTH: gl.constexpr = 128 if PLAN.parts == 3 else BN
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    acc = gl.zeros([PLAN.bm // PLAN.parts, BN], gl.float32, layout)
+    return gl.zeros([PLAN.bm // PLAN.parts, BN], gl.float32, layout)
+
+
+@gluon.jit
+def multiply(ring, step, steps, part, PLAN: gl.constexpr):
+    """Sums [bm / parts, bn] over `steps` stages from `step` on, of a part of the left operand."""
+    acc = sums_of(PLAN)
     for i in range(steps):
-        stage = (step + i) % PLAN.stages
-        mbarrier.wait(ring.full.index(stage), ((step + i) // PLAN.stages) & 1)
-        if PLAN.copied:  # cp.async writes as threads do, and wgmma reads as TMA does
-            fence_async_shared()
-        left = ring.left.index(PLAN.parts * stage + part)
-        right = ring.right.index(stage)
-        if PLAN.left_turned:
-            left = left.permute((1, 0))
-        if PLAN.right_turned:
-            right = right.permute((1, 0))
-        acc = warpgroup_mma(left, right, acc, is_async=True)
+        acc = _begin(ring, step + i, part, acc, True, PLAN)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        before = (step + i - 1) % PLAN.stages
-        mbarrier.arrive(ring.empty.index(before), count=1, pred=i > 0)
+        _release(ring, step + i - 1, PLAN, i > 0)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    last = (step + steps - 1) % PLAN.stages
-    mbarrier.arrive(ring.empty.index(last), count=1, pred=steps > 0)
+    _release(ring, step + steps - 1, PLAN, steps > 0)
+    return acc
+
+
+@gluon.jit
+def multiply_beside(
+    ring, step, part, beside, DO: gl.constexpr, TIMES: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """Sums as of `multiply`, over all of the reduction. While the first products run it does
+    `DO(beside, i)` for i below TIMES."""
+    STEPS: gl.constexpr = PLAN.k // BK
+    acc = sums_of(PLAN)
+    for i in gl.static_range(TIMES):
+        if i < STEPS:
+            acc = _begin(ring, step + i, part, acc, i > 0, PLAN)
+        DO(beside, i)
+        if i < STEPS:
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            if i > 0:
+                _release(ring, step + i - 1, PLAN)
+    for i in range(TIMES, STEPS):
+        acc = _begin(ring, step + i, part, acc, True, PLAN)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        _release(ring, step + i - 1, PLAN)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    _release(ring, step + STEPS - 1, PLAN)
     return acc
 
 

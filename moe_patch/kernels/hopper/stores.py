@@ -74,6 +74,13 @@ def in_quarters(acc):
 
 
 @gluon.jit
+def rounded(acc, dtype: gl.constexpr):
+    """The same in a narrower dtype."""
+    a, b, c, d = in_quarters(acc)
+    return a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype)
+
+
+@gluon.jit
 def store_box(sums, box, staged, row, end, column, PART: gl.constexpr, WAY: gl.constexpr):
     """Writes sums [64, 64] to rows `row` ... up to row `end`, by way of one of PART's two boxes in
     `staged`, which take turns. It may be on its way when this returns."""
