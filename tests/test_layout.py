@@ -29,16 +29,17 @@ FLOORS = tuple(
         formats.packed formats.checkpoints""",
         "reference",
         """kernels kernels.chips kernels.boxes kernels.launch kernels.interpreter kernels.table
-        kernels.activate kernels.tiles kernels.widen kernels.packed kernels.weights kernels.topk
+        kernels.activate kernels.tiles kernels.low_rank kernels.widen kernels.packed
+        kernels.weights kernels.topk
         kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize
         kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.rows
-        kernels.hopper.stores kernels.hopper.gather kernels.hopper.gate_up kernels.hopper.gemm
-        kernels.hopper.dgate kernels.hopper.dw kernels.hopper.fp8
+        kernels.hopper.update kernels.hopper.stores kernels.hopper.gather kernels.hopper.gate_up
+        kernels.hopper.gemm kernels.hopper.dgate kernels.hopper.dw kernels.hopper.fp8
         kernels.in_steps kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed
         kernels.hopper.pairs_ring kernels.hopper.pairs_sums kernels.hopper.pairs
         kernels.pairs kernels.packed_products
         kernels.dequantize
-        kernels.gate_up kernels.dgate kernels.decode_packed kernels.decode kernels.grouped_gemm
+        kernels.grouped_gemm kernels.gate_up kernels.dgate kernels.decode_packed kernels.decode
         kernels.dw
         kernels.fp8_gemm
         kernels.ways""",

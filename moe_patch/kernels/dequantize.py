@@ -20,8 +20,8 @@ from ..order import ExpertOrder
 from . import packed_products
 from .groups import group_tiles
 from .launch import cdiv, launches
+from .low_rank import LowRank
 from .packed import load_packed
-from .tiles import LowRank
 from .weights import _BLOCK, BLOCK, Weight, weight_operand
 from .widen import readable, widen, widen_scale
 

@@ -10,7 +10,6 @@ d_pre = [dA u silu'(g) | dA silu(g)], silu'(g) = sig(g) (1 + g (1 - sig(g))); ti
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,21 +23,20 @@ from ..order import ExpertOrder
 from . import chips
 from .activate import gate_of, through_gate
 from .boxes import gluon_box, weight_box
+from .grouped_gemm import multiply_a
 from .launch import Launch, cdiv
+from .low_rank import LowRank, Update, add_update, update_boxes, update_operand
 from .tiles import (
-    NO_UPDATE,
     ROLES,
-    LowRank,
+    Product,
     Tile,
-    Update,
     choose,
     dot_precision,
     launches,
     load_rows,
-    low_rank_in,
-    low_rank_out,
     place,
     plan_of,
+    without_roles,
 )
 from .weights import Weight, suffix, weight_dot, weight_operand
 
@@ -120,12 +118,12 @@ def _epilogues(
 
 @triton.jit
 def dgate_kernel(
-    d_out, w, scales, zeros, table, slot_weight, pre, d_pre, act, d_scale, low_a, low_b, low_side,
+    d_out, w, scales, zeros, table, slot_weight, pre, d_pre, act, d_scale, low_side, low_b,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     LAYOUT: tl.constexpr, STRIDE_X: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
     NEED_PRE: tl.constexpr, NEED_ACT: tl.constexpr, NEED_SCALE: tl.constexpr, PARTS: tl.constexpr,
-    GATE: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr,
+    GATE: tl.constexpr, FACTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     BM: tl.constexpr = TILE.bm
     BN: tl.constexpr = TILE.bn
@@ -142,19 +140,15 @@ def dgate_kernel(
     slot = tl.load(row_to_slot + rows, mask=mask, other=0)
     d_rows = d_out + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X
 
-    weight, update = Weight(w, scales, zeros, table), Update(low_a, low_b, low_side)
+    weight, update = Weight(w, scales, zeros, table), Update(low_side, low_b)
     n0 = column * BN
     acc = tl.zeros([BM, BN], dtype=tl.float32)
-    if R > 0:
-        side = tl.zeros([BM, RP], dtype=tl.float32)
     for k in range(0, H, BK):
         a = load_rows(d_rows, k, H, TILE)
         acc = weight_dot(a, acc, weight, expert, n0, k, LAYOUT, I, H, BN, TILE)
-        if R > 0:
-            side = low_rank_in(a, update, side, expert, k, H, R, TILE)
-    if R > 0:
+    if FACTOR.rank > 0:
         n = n0 + tl.arange(0, BN)
-        acc = low_rank_out(acc, side, update, expert, rows, mask, n, n < I, column == 0, I, R, TILE)
+        acc = add_update(acc, update, expert, rows, mask, n, n < I, FACTOR, TILE)
 
     scale = tl.load(slot_weight + slot).to(tl.float32)[:, None]
     mine = Rows(rows, mask, scale, pre, d_pre, act)
@@ -191,6 +185,7 @@ def _on_hopper(
     made: Made,
     tile: Tile,
     activation: str,
+    update: LowRank | None,
 ) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
     _, inner, hidden = weight.shape
@@ -204,18 +199,20 @@ def _on_hopper(
     )
     ups = pre.data_ptr() + inner * pre.element_size()
     up_box = gluon_box(ups, pre.dtype, (len(pre), inner), (64, 64), (2 * inner, 1))
-    if w_box is None or gate_box is None or up_box is None:
+    low = update_boxes(update, weight, tile.bn)
+    if w_box is None or gate_box is None or up_box is None or low is None:
         return False
+    top_k = len(order.row_to_slot) // len(d_out)
     start = _launch_on_hopper(
         activation, inner=inner, k=hidden, stride_x=d_out.stride(0),
-        top_k=len(order.row_to_slot) // len(d_out), weight_on_input=weight_on_input,
+        top_k=top_k, weight_on_input=weight_on_input,
         need_pre=d_pre.numel() > 0, need_act=act.numel() > 0, need_scale=d_scale.numel() > 0,
-        **plan_of(tile, weight),
+        rank=low.rank, **plan_of(tile, weight),
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     start(
         (min(chips.multiprocessors(d_out.device), tiles),),
-        d_out, w_box, slot_weight, gate_box, up_box, d_pre, act, d_scale,
+        d_out, w_box, low.side, low.b, slot_weight, gate_box, up_box, d_pre, act, d_scale,
         order.num_tiles.new_zeros(1),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
@@ -248,16 +245,9 @@ def dgate(
     """
     slots, (experts, hidden, inner) = order.row_to_slot.numel(), down_proj.shape
     dtype, device = d_out.dtype, d_out.device
-    tile = choose(
-        "dgate" + suffix(down_proj, scale),
-        order.block_m,
-        slots // experts,
-        inner,
-        hidden,
-        dtype,
-        device,
-        low_rank is not None,
-    )
+    name = "dgate" + suffix(down_proj, scale)
+    product = Product(name, order.block_m, slots // experts, inner, hidden, dtype, device)
+    tile = choose(*product)
     columns = -(-inner // tile.bn)
     made = d_pre, act, d_scale = into or (
         torch.empty_like(pre) if need_pre else pre.new_empty(0),
@@ -266,21 +256,23 @@ def dgate(
     )
     if slots == 0:
         return made
+    multiply_a(d_out, low_rank, order, slots // len(d_out))
     form = parse(activation).form
     if tile.warps == ROLES:
-        as_it_lies = low_rank is None and form == "concatenated"
+        as_it_lies = form == "concatenated"
         if as_it_lies and _on_hopper(
             d_out, down_proj.mT, order, slot_weight, weight_on_input, pre, Made(*made), tile,
-            activation,
+            activation, low_rank,
         ):  # fmt: skip
             return made
-        tile = replace(tile, warps=8)  # at 64 rows, too: 0.155 ms where 128 columns took 0.178
+        tile = without_roles(tile, product)
     turned = None if scale is None else scale.mT
     operand = weight_operand(down_proj.mT, turned, tile.bn, tile.bk)  # [E, N = I, K = H]
+    low = update_operand(low_rank)
     parts = 1 if tile.bn < 64 else 8 if form == "interleaved" else 4
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
-        operand.layout, low_rank.rank if low_rank else 0, activation,
+        operand.layout, activation, FACTOR=low.factor,
         STRIDE_X=d_out.stride(0), H=hidden, I=inner, TOP_K=slots // d_out.shape[0],
         WEIGHT_ON_INPUT=weight_on_input,
         NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale, PARTS=parts,
@@ -288,7 +280,7 @@ def dgate(
     start(
         (order.tile_expert.numel() * columns,),
         d_out, *operand[:-1], slot_weight, pre, d_pre, act, d_scale,
-        *((low_rank.a, low_rank.b, low_rank.side) if low_rank else NO_UPDATE),
+        *low.tensors,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return d_pre, act, d_scale

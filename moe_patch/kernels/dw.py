@@ -13,7 +13,7 @@ from ..order import ExpertOrder
 from . import chips
 from .boxes import box, rows_box
 from .launch import Launch, cdiv, launches
-from .tiles import INTERPRET, ROLES, Tile, choose, dot, dot_precision, without_roles
+from .tiles import INTERPRET, ROLES, Product, Tile, choose, dot, dot_precision, without_roles
 
 
 @triton.jit
@@ -151,11 +151,12 @@ def dw(
     """
     (experts, m, n), dtype = out.shape, p.dtype
     name, rows = "dw_gathered" if gather else "dw", q.shape[0] // experts
-    tile = choose(name, 128, rows, n, m, dtype, p.device)
+    product = Product(name, 128, rows, n, m, dtype, p.device)
+    tile = choose(*product)
     if tile.warps == ROLES:
         if gather and _on_hopper(p, q, order, gather, out, add, tile):
             return out
-        tile = without_roles(tile, 5)
+        tile = without_roles(tile, product)
     q_box, tma = q, False
     if rows >= 512:  # else the masked tail is most of the loop
         q_box, tma = box(q, (tile.bk, tile.bn))

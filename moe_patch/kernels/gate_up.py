@@ -16,20 +16,18 @@ from ..order import ExpertOrder
 from . import chips, packed_products
 from .activate import gate_of, glu
 from .boxes import rows_box, weight_box
+from .grouped_gemm import multiply_a
 from .in_steps import width
 from .launch import Launch, cdiv
+from .low_rank import LowRank, Update, add_update, update_boxes, update_operand
 from .tiles import (
-    NO_UPDATE,
     ROLES,
-    LowRank,
+    Product,
     Tile,
-    Update,
     choose,
     dot_precision,
     launches,
     load_rows,
-    low_rank_in,
-    low_rank_out,
     place,
     plan_of,
     without_roles,
@@ -50,7 +48,7 @@ def _by_one_product(
     rows, weight, update, bias, pre, expert, column,
     LAYOUT: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
     SAVE_PRE: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr,
+    FACTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """(gate, up) [BM, BN], which stand side by side in one operand; up is 1 without gates. Stores
     the sums where their order in memory is theirs in the operand."""
@@ -59,8 +57,6 @@ def _by_one_product(
     n0 = column * BN
     WIDTH: tl.constexpr = BN if GATE.form == "ungated" else 2 * BN
     INNER: tl.constexpr = I if GATE.form == "ungated" else 2 * I
-    if R > 0:
-        side = tl.zeros([BM, RP], dtype=tl.float32)
     both = tl.zeros([BM, WIDTH], dtype=tl.float32)
     for k in range(0, H, TILE.bk):
         a = load_rows(rows.x, k, H, TILE)
@@ -69,8 +65,6 @@ def _by_one_product(
         else:
             n1 = column * WIDTH
             both = weight_dot(a, both, weight, expert, n1, k, LAYOUT, INNER, H, WIDTH, TILE)
-        if R > 0:
-            side = low_rank_in(a, update, side, expert, k, H, R, TILE)
     n = tl.arange(0, WIDTH)
     if GATE.form == "concatenated":
         inside = n0 + n % BN < I
@@ -78,10 +72,8 @@ def _by_one_product(
     else:
         n += column * WIDTH
         inside = n < INNER
-    if R > 0:
-        both = low_rank_out(
-            both, side, update, expert, rows.at, rows.mask, n, inside, column == 0, INNER, R, TILE
-        )
+    if FACTOR.rank > 0:
+        both = add_update(both, update, expert, rows.at, rows.mask, n, inside, FACTOR, TILE)
     if BIAS:
         value = tl.load(bias + expert.to(tl.int64) * INNER + n, mask=inside, other=0.0)
         both += value.to(tl.float32)[None, :]
@@ -101,30 +93,22 @@ def _by_one_product(
 def _by_two_products(
     rows, weight, update, bias, expert, column,
     LAYOUT: tl.constexpr, H: tl.constexpr, I: tl.constexpr, BIAS: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr,
+    FACTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """(gate, up) [BM, BN]: N-major TMA boxes of the two halves cannot stand side by side."""
     BM: tl.constexpr = TILE.bm
     BN: tl.constexpr = TILE.bn
     n0 = column * BN
-    if R > 0:
-        side = tl.zeros([BM, RP], dtype=tl.float32)
     gate = tl.zeros([BM, BN], dtype=tl.float32)
     up = tl.zeros([BM, BN], dtype=tl.float32)
     for k in range(0, H, TILE.bk):
         a = load_rows(rows.x, k, H, TILE)
         gate = weight_dot(a, gate, weight, expert, n0, k, LAYOUT, I, H, BN, TILE)
         up = weight_dot(a, up, weight, expert, I + n0, k, LAYOUT, 2 * I, H, BN, TILE, FIRST=I)
-        if R > 0:
-            side = low_rank_in(a, update, side, expert, k, H, R, TILE)
     n = n0 + tl.arange(0, BN)
-    if R > 0:
-        gate = low_rank_out(
-            gate, side, update, expert, rows.at, rows.mask, n, n < I, column == 0, 2 * I, R, TILE
-        )
-        up = low_rank_out(
-            up, side, update, expert, rows.at, rows.mask, n + I, n < I, False, 2 * I, R, TILE
-        )
+    if FACTOR.rank > 0:
+        gate = add_update(gate, update, expert, rows.at, rows.mask, n, n < I, FACTOR, TILE)
+        up = add_update(up, update, expert, rows.at, rows.mask, n + I, n < I, FACTOR, TILE)
     if BIAS:
         at = bias + expert.to(tl.int64) * (2 * I) + n
         gate += tl.load(at, mask=n < I, other=0.0).to(tl.float32)[None, :]
@@ -134,12 +118,12 @@ def _by_two_products(
 
 @triton.jit
 def gate_up_kernel(
-    x, w, scales, zeros, table, bias, slot_weight, pre, act, low_a, low_b, low_side,
+    x, w, scales, zeros, table, bias, slot_weight, pre, act, low_side, low_b,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     LAYOUT: tl.constexpr, STRIDE_X: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr, SAVE_PRE: tl.constexpr, BIAS: tl.constexpr,
-    GATE: tl.constexpr, ONE_DOT: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    GATE: tl.constexpr, ONE_DOT: tl.constexpr, FACTOR: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     BM: tl.constexpr = TILE.bm
@@ -156,15 +140,15 @@ def gate_up_kernel(
     slot = tl.load(row_to_slot + at, mask=mask, other=0)
     rows = Rows(at, mask, x + (slot // TOP_K).to(tl.int64)[:, None] * STRIDE_X)
 
-    weight, update = Weight(w, scales, zeros, table), Update(low_a, low_b, low_side)
+    weight, update = Weight(w, scales, zeros, table), Update(low_side, low_b)
     if ONE_DOT:
         gate, up = _by_one_product(
             rows, weight, update, bias, pre, expert, column,
-            LAYOUT, H, I, SAVE_PRE, BIAS, GATE, R, RP, TILE,
+            LAYOUT, H, I, SAVE_PRE, BIAS, GATE, FACTOR, TILE,
         )  # fmt: skip
     else:
         gate, up = _by_two_products(
-            rows, weight, update, bias, expert, column, LAYOUT, H, I, BIAS, R, RP, TILE
+            rows, weight, update, bias, expert, column, LAYOUT, H, I, BIAS, FACTOR, TILE
         )
 
     n = column * BN + tl.arange(0, BN)[None, :]
@@ -201,6 +185,7 @@ def _on_hopper(
     pre: Tensor,
     tile: Tile,
     activation: str,
+    update: LowRank | None,
 ) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful. `slot_weight` is
     None where rows are not multiplied by it."""
@@ -215,18 +200,20 @@ def _on_hopper(
     if save_pre:
         gate_box = box(pre.data_ptr(), stride=width)
         up_box = box(pre.data_ptr() + inner * pre.element_size(), stride=width)
-    if w_box is None or act_box is None or gate_box is None or up_box is None:
+    low = update_boxes(update, weight, tile.bn)
+    if w_box is None or act_box is None or gate_box is None or up_box is None or low is None:
         return False
+    top_k = len(order.row_to_slot) // len(x)
     start = _launch_on_hopper(
         activation, inner=inner, k=hidden, stride_x=x.stride(0),
-        top_k=len(order.row_to_slot) // len(x), weight_on_input=slot_weight is not None,
-        save_pre=save_pre, **plan_of(tile, weight),
+        top_k=top_k, weight_on_input=slot_weight is not None, save_pre=save_pre, rank=low.rank,
+        **plan_of(tile, weight),
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     start(
         (min(chips.multiprocessors(x.device), tiles),),
-        x, w_box, act if slot_weight is None else slot_weight, act_box, gate_box, up_box,
-        order.num_tiles.new_zeros(1),
+        x, w_box, low.side, low.b, act if slot_weight is None else slot_weight,
+        act_box, gate_box, up_box, order.num_tiles.new_zeros(1),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True
@@ -275,39 +262,36 @@ def gate_up(
             )  # fmt: skip
             return act, pre
     name = "gemm" if form == "ungated" else "gate_up"
-    tile = choose(
-        name + suffix(weight, scale),
-        order.block_m,
-        slots // experts,
-        inner,
-        hidden,
-        dtype,
-        device,
-        low_rank is not None,
+    multiply_a(x, low_rank, order, slots // len(x))
+    rows_each = slots // experts
+    product = Product(
+        name + suffix(weight, scale), order.block_m, rows_each, inner, hidden, dtype, device
     )
+    tile = choose(*product)
     packed = isinstance(weight, Packed)
     if tile.warps == ROLES:  # an ungated product has gemm's tiles
-        as_it_lies = bias is None and low_rank is None and form == "concatenated"
+        as_it_lies = bias is None and form == "concatenated"
         on_input = slot_weight if weight_on_input else None
-        if as_it_lies and _on_hopper(x, weight, order, on_input, act, pre, tile, activation):
+        if as_it_lies and _on_hopper(
+            x, weight, order, on_input, act, pre, tile, activation, low_rank
+        ):
             return act, pre
-        tile = without_roles(tile, 4)
+        tile = without_roles(tile, product)
     turned = form == "concatenated" and not packed and weight.stride(2) != 1
     halves = 2 if form == "concatenated" and not turned else 1
     columns = 2 * tile.bn if form == "interleaved" else tile.bn
     begins = (inner,) if turned else ()  # the second half's boxes
     operand = weight_operand(weight, scale, columns, tile.bk, halves=halves, begins=begins)
-    one_dot = not (turned and operand.layout.tma)
+    one_dot, low = not (turned and operand.layout.tma), update_operand(low_rank)
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
-        operand.layout, low_rank.rank if low_rank else 0, activation,
+        operand.layout, activation, FACTOR=low.factor,
         STRIDE_X=x.stride(0), H=hidden, I=inner, TOP_K=slots // x.shape[0],
         WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre, BIAS=bias is not None, ONE_DOT=one_dot,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * -(-inner // tile.bn),),
-        x, *operand[:-1], bias, slot_weight, pre, act,
-        *((low_rank.a, low_rank.b, low_rank.side) if low_rank else NO_UPDATE),
+        x, *operand[:-1], bias, slot_weight, pre, act, *low.tensors,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return act, pre

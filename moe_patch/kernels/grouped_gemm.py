@@ -14,18 +14,15 @@ from ..order import ExpertOrder
 from . import chips, packed_products
 from .boxes import box, rows_box, weight_box
 from .launch import Launch, cdiv
+from .low_rank import LowRank, Update, add_update, update_boxes, update_operand
 from .tiles import (
-    NO_UPDATE,
     ROLES,
-    LowRank,
+    Product,
     Tile,
-    Update,
     choose,
     dot_precision,
     launches,
     load_rows,
-    low_rank_in,
-    low_rank_out,
     place,
     plan_of,
     without_roles,
@@ -35,11 +32,11 @@ from .weights import Weight, suffix, weight_dot, weight_operand
 
 @triton.jit
 def grouped_gemm_kernel(
-    x, w, scales, zeros, table, bias, out, low_a, low_b, low_side,
+    x, w, scales, zeros, table, bias, out, low_side, low_b,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     LAYOUT: tl.constexpr, STRIDE_X: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, BIAS: tl.constexpr, X_TMA: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr,
+    FACTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """GATHER 0: x in expert order; d > 0: row r is x[row_to_slot[r] // d]."""
     BM: tl.constexpr = TILE.bm
@@ -60,11 +57,9 @@ def grouped_gemm_kernel(
         source = slot // GATHER if GATHER > 0 else tl.where(mask, rows, first)
         x_rows = x + source.to(tl.int64)[:, None] * STRIDE_X
 
-    weight, update = Weight(w, scales, zeros, table), Update(low_a, low_b, low_side)
+    weight, update = Weight(w, scales, zeros, table), Update(low_side, low_b)
     n0 = column * BN
     acc = tl.zeros([BM, BN], dtype=tl.float32)
-    if R > 0:
-        side = tl.zeros([BM, RP], dtype=tl.float32)
     for k in range(0, K, BK):
         if X_TMA:  # rows past the expert's end belong to the next one: computed, never stored
             a = x.load([first, k])
@@ -73,12 +68,10 @@ def grouped_gemm_kernel(
         else:
             a = load_rows(x_rows, k, K, TILE)
         acc = weight_dot(a, acc, weight, expert, n0, k, LAYOUT, N, K, BN, TILE)
-        if R > 0:
-            side = low_rank_in(a, update, side, expert, k, K, R, TILE)
 
     n = n0 + tl.arange(0, BN)
-    if R > 0:
-        acc = low_rank_out(acc, side, update, expert, rows, mask, n, n < N, column == 0, N, R, TILE)
+    if FACTOR.rank > 0:
+        acc = add_update(acc, update, expert, rows, mask, n, n < N, FACTOR, TILE)
     if BIAS:
         value = tl.load(bias + expert.to(tl.int64) * N + n, mask=n < N, other=0.0)
         acc += value.to(tl.float32)[None, :]
@@ -98,7 +91,20 @@ def _launch_on_hopper(**sizes: int) -> Launch:
     return Launch(gemm_hopper_kernel, PLAN=Plan(**sizes), num_warps=4)
 
 
-def _on_hopper(x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, tile: Tile) -> bool:
+def multiply_a(x: Tensor, update: LowRank | None, order: ExpertOrder, gather: int = 0) -> None:
+    """Writes x A^T into an update's `side`, if there is one; arguments as of `grouped_gemm`."""
+    if update is not None:
+        grouped_gemm(x, update.a, order, gather=gather, out=update.side)
+
+
+def _on_hopper(
+    x: Tensor,
+    weight: Tensor,
+    order: ExpertOrder,
+    out: Tensor,
+    tile: Tile,
+    update: LowRank | None,
+) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
     if order.block_m != tile.bm:
         return False
@@ -106,12 +112,13 @@ def _on_hopper(x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, tile:
     x_box = rows_box(x.data_ptr(), x.dtype, (len(x), k), (64, tile.bk), x.stride(0))
     w_box = weight_box(weight, tile.bn, tile.bk)
     out_box = rows_box(out.data_ptr(), out.dtype, (len(out), n), (64, 64))
-    if x_box is None or w_box is None or out_box is None:
+    low = update_boxes(update, weight, tile.bn)
+    if x_box is None or w_box is None or out_box is None or low is None:
         return False
-    start = _launch_on_hopper(n=n, k=k, **plan_of(tile, weight))
+    start = _launch_on_hopper(n=n, k=k, rank=low.rank, **plan_of(tile, weight))
     programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
     start(
-        (programs,), x_box, w_box, out_box, order.num_tiles.new_zeros(1),
+        (programs,), x_box, w_box, low.side, low.b, out_box, order.num_tiles.new_zeros(1),
         order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True
@@ -147,24 +154,25 @@ def grouped_gemm(
             return out
     rows = order.row_to_slot.numel() // experts
     name = "gemm" + suffix(weight, scale)
-    tile = choose(name, order.block_m, rows, n, k, dtype, x.device, low_rank is not None)
+    multiply_a(x, low_rank, order, gather)
+    product = Product(name, order.block_m, rows, n, k, dtype, x.device)
+    tile = choose(*product)
     if tile.warps == ROLES:
         as_it_lies = not (gather or scatter) and bias is None
-        if as_it_lies and _on_hopper(x, weight, order, out, tile):
+        if as_it_lies and _on_hopper(x, weight, order, out, tile, low_rank):
             return out
-        tile = without_roles(tile, 4)
-    operand = weight_operand(weight, scale, tile.bn, tile.bk)
+        tile = without_roles(tile, product)
+    operand, low = weight_operand(weight, scale, tile.bn, tile.bk), update_operand(low_rank)
     rows_in, x_tma = (x, False) if gather else box(x, (tile.bm, tile.bk))
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
-        operand.layout, low_rank.rank if low_rank else 0, None,
+        operand.layout, None, FACTOR=low.factor,
         STRIDE_X=x.stride(0), N=n, K=k, GATHER=gather, SCATTER=scatter, BIAS=bias is not None,
         X_TMA=x_tma,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * -(-n // tile.bn),),
-        rows_in, *operand[:-1], bias, out,
-        *((low_rank.a, low_rank.b, low_rank.side) if low_rank else NO_UPDATE),
+        rows_in, *operand[:-1], bias, out, *low.tensors,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return out

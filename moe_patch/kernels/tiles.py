@@ -105,18 +105,17 @@ def choose(
     k: int,
     dtype: torch.dtype,
     device: torch.device,
-    low_rank: bool = False,
 ) -> Tile:
     """Configuration of `kernel` (gate_up, gemm, dgate, dw, dw_gathered; the first three with `W8`
     or `W4` for such weights): measured, or `heuristic`. `dtype` is that of the rows.
 
     For `rows` rows an expert (mean), N = n columns and a reduction over K = k; dw reduces over the
-    rows, and its k is M. `low_rank`: with an update. The user's table goes before the shipped one.
+    rows, and its k is M. The user's table goes before the shipped one.
     """
     found = _forced.get()
     if found is not None and found[0] == kernel:
         return found[1]
-    return _choose(kernel, bm, rows, n, k, dtype, device, low_rank)
+    return _choose(kernel, bm, rows, n, k, dtype, device)
 
 
 class Product(NamedTuple):
@@ -129,7 +128,6 @@ class Product(NamedTuple):
     k: int
     dtype: torch.dtype
     device: torch.device
-    low_rank: bool = False
 
 
 @functools.cache
@@ -146,7 +144,7 @@ def forget() -> None:
 
 def measured(product: Product) -> Tile | None:
     """The tables' entry that fits the device's shared memory."""
-    kernel, bm, rows, n, k, dtype, device, _ = product
+    kernel, bm, rows, n, k, dtype, device = product
     found = chips.chip(device)
     name, arch = chips.name(device), found.arch
     key = table.key(kernel, str(dtype).removeprefix("torch."), n, k, bm, rows)
@@ -175,7 +173,7 @@ def _in_little_memory(kernel: str, bm: int, rows: int) -> Tile:
 
 def heuristic(product: Product) -> Tile:
     """The tile where nothing was measured."""
-    kernel, bm, rows, n, _, dtype, device, low_rank = product
+    kernel, bm, rows, n, _, dtype, device = product
     chip = chips.chip(device)
     if INTERPRET:
         return Tile(bm, 32, 32, 4, 1)
@@ -197,7 +195,7 @@ def heuristic(product: Product) -> Tile:
         bm = 64 if dtype == torch.float32 or chip.small else 128
     if dtype == torch.float32:
         tile = Tile(bm, 32 if kernel == "gate_up" else 64, 32, 4, 3)
-    elif chip.small or (low_rank and chip.by_warp):  # larger ones spill by kilobytes on sm_80
+    elif chip.small:
         tile = _in_little_memory(kernel, bm, rows)
     elif kernel.startswith("dw") and rows < 512:  # writes are most of it: three programs an SM
         tile = Tile(64, 256, 32, 4, 5)
@@ -216,8 +214,8 @@ def _has_roles(product: Product) -> bool:
     expert. Left out: fewer steps than its ring has stages, and long reductions, on whose way
     programs drift apart (gate_up and dgate, tiles of 128 rows) or of which there are few (gemm, of
     64)."""
-    kernel, bm, rows, n, k, dtype, device, low_rank = product
-    if not chips.chip(device).wgmma or dtype.itemsize != 2 or low_rank or not has_gluon():
+    kernel, bm, rows, n, k, dtype, device = product
+    if not chips.chip(device).wgmma or dtype.itemsize != 2 or not has_gluon():
         return False
     if rows < 64:
         return False
@@ -240,13 +238,15 @@ def plan_of(tile: Tile, weight: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def without_roles(tile: Tile, stages: int) -> Tile:
-    """The tile of the kernel for every chip instead, with so many stages."""
+def without_roles(tile: Tile, product: Product) -> Tile:
+    """The tile of the kernel for every chip instead."""
     if tile.warps != ROLES:
         return tile
-    if tile.bm == 64:
-        return replace(tile, bn=min(tile.bn, 128), warps=4, stages=stages)
-    return replace(tile, warps=8, stages=stages)
+    kernel, n, dtype, device = product.kernel, product.n, product.dtype, product.device
+    tile = replace(tile, warps=8, stages=5 if kernel.startswith("dw") else 4)
+    if tile.bm == 64 and kernel != "dgate":  # which takes 0.155 ms, and 0.178 with 128 columns
+        tile = replace(tile, bn=min(tile.bn, 128), warps=4)
+    return fit(kernel, tile, n, dtype.itemsize, chips.chip(device).shared)
 
 
 class Layout(NamedTuple):
@@ -285,15 +285,13 @@ class Tiling(NamedTuple):
 
 NO_SCALES = (0, 0, 0)
 """The scale strides of a weight without scales."""
-NO_UPDATE = (None, None, None)
-"""The low-rank arguments of a kernel without an update."""
 
 
 def launches(kernel: Any) -> Callable[..., Launch]:
     """Return the function that prepares a grouped kernel's Launch and keeps it.
 
-    It takes what a launcher has at hand, so that a launch that is kept costs one look-up. rank 0:
-    no low-rank update. activation None: the kernel activates nothing.
+    It takes what a launcher has at hand, so that a launch that is kept costs one look-up.
+    activation None: the kernel activates nothing.
     """
 
     @functools.lru_cache(1024)
@@ -302,7 +300,6 @@ def launches(kernel: Any) -> Callable[..., Launch]:
         dtype: torch.dtype,
         precision: str,
         layout: Layout,
-        rank: int,
         activation: str | None,
         **constants: Any,
     ) -> Launch:
@@ -312,33 +309,11 @@ def launches(kernel: Any) -> Callable[..., Launch]:
         return Launch(
             kernel, **constants,
             LAYOUT=layout,
-            R=rank, RP=max(16, power_of_two(max(rank, 1))),
             TILE=Tiling(tile.bm, tile.bn, tile.bk, tile.group_m, upcast, precision),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     return prepare
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """An update B[e] A[e] of the weights [E, N, K]: A [E, R, K], B [E, N, R], both contiguous.
-
-    `side` [S, R] receives x A^T, in expert order.
-    """
-
-    a: Tensor
-    b: Tensor
-    side: Tensor
-
-    @property
-    def rank(self) -> int:
-        """R."""
-        return self.a.shape[1]
-
-    def __getitem__(self, experts: slice) -> LowRank:
-        """Of these experts' weights."""
-        return LowRank(self.a[experts], self.b[experts], self.side)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -409,41 +384,3 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
     if PRECISION == "ieee" and a.dtype == tl.float32:
         return tl.fma(tl.dot(a, b, input_precision=PRECISION), 1.0, acc)
     return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-class Update(NamedTuple):
-    """A LowRank inside a kernel; `side` receives x A^T."""
-
-    a: Any
-    b: Any
-    side: Any
-
-
-@triton.jit
-def low_rank_in(x, update, side, expert, k0, K: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr):
-    """side [BM, RP] + x [BM, BK] A^T of the expert's A [R, K], from column k0 on."""
-    r = tl.arange(0, side.shape[1])[None, :]
-    k = k0 + tl.arange(0, TILE.bk)[:, None]
-    at = update.a + expert.to(tl.int64) * (R * K) + r * K + k
-    a = tl.load(at, mask=(r < R) & (k < K), other=0.0)
-    PRECISION: tl.constexpr = TILE.precision
-    return dot(x, a.to(tl.float32) if TILE.upcast else a, side, PRECISION)
-
-
-@triton.jit
-def low_rank_out(
-    acc, side, update, expert, rows, mask, n, n_mask, save,
-    N: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """acc [BM, BN] + side B^T at columns n of the expert's B [N, R]; keeps side when `save`."""
-    side = side.to(update.b.dtype.element_ty)
-    r = tl.arange(0, side.shape[1])
-    if save:
-        at = update.side + rows.to(tl.int64)[:, None] * R + r[None, :]
-        tl.store(at, side, mask=mask[:, None] & (r[None, :] < R))
-    at = update.b + (expert.to(tl.int64) * N + n)[None, :] * R + r[:, None]
-    b = tl.load(at, mask=n_mask[None, :] & (r[:, None] < R), other=0.0)
-    PRECISION: tl.constexpr = TILE.precision
-    if TILE.upcast:
-        return dot(side.to(tl.float32), b.to(tl.float32), acc, PRECISION)
-    return dot(side, b, acc, PRECISION)

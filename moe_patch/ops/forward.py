@@ -13,7 +13,7 @@ a low-rank update.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from ..paths import ran
 from . import fp8
 from .grouped import rows_contiguous, sort
 from .operands import Projection, Routing
+
+if TYPE_CHECKING:
+    from ..kernels.low_rank import LowRank
 
 
 class Forward(NamedTuple):
@@ -158,8 +161,8 @@ def _in_fp8(
     return Forward(out, pre, buffer, None, None)
 
 
-def update(x: Tensor, order: ExpertOrder, a: Tensor, b: Tensor) -> kernels.tiles.LowRank:
+def update(x: Tensor, order: ExpertOrder, a: Tensor, b: Tensor) -> LowRank:
     """A [E, R, in] and B [E, out, R] of a low-rank update as kernels take them, with room for the
     product [S, R] of their rows and A^T."""
     side = x.new_empty(order.row_to_slot.numel(), a.shape[1])
-    return kernels.tiles.LowRank(a.contiguous(), b.contiguous(), side)
+    return kernels.low_rank.LowRank(a, b, side)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from ..kernels import on_device, op, require
 from ..order import ExpertOrder
 from . import differentiable
 from .accumulate import stored
+
+if TYPE_CHECKING:
+    from ..kernels.low_rank import LowRank
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -113,7 +117,7 @@ def input_gradient(
     *,
     gather: int = 0,
     out: Tensor,
-    low_rank: kernels.tiles.LowRank | None = None,
+    low_rank: LowRank | None = None,
 ) -> None:
     """Writes d_rows [S, N] times each row's expert of weight [E, N, K] into `out` [S, K]; arguments
     as `kernels.grouped_gemm` takes them, the update turned around."""

@@ -16,7 +16,7 @@ DECODE = {"decode_gate_up_kernel", "decode_down_kernel"}
 DECODE_4_BITS = {"decode_gate_up_kernel", "decode_down_packed_kernel"}
 GROUPED = {"gate_up_kernel", "grouped_gemm_kernel", "dgate_kernel", "dw_kernel"}
 KERNELS = ROUTING | DECODE | GROUPED | {"combine_kernel", "sum_partials_kernel"}
-HOPPER = {f"{name}_hopper_kernel" for name in ("fp8", "gate_up", "gemm", "dw")}
+HOPPER = {f"{name}_hopper_kernel" for name in ("fp8", "gate_up", "gemm", "dgate", "dw")}
 HOPPER |= {"quantize_kernel"}
 PACKED = GROUPED - {"dw_kernel"} | {"unpack_kernel"}
 IN_REGISTERS = {"gate_up_packed_kernel", "gemm_packed_kernel", "in_steps_kernel"}
@@ -36,16 +36,18 @@ def elsewhere(*case):
         ("sm_86 sm_100 gfx950", "middle", KERNELS - ROUTING - DECODE),
         elsewhere("sm_89 sm_103 sm_121", "middle", KERNELS - ROUTING - DECODE),
         ("sm_80 gfx942", BASIC, KERNELS),
-        ("sm_80", "lora", GROUPED),
+        ("sm_80", "lora lora_turned", GROUPED),
+        elsewhere("sm_80 sm_86", "lora_wide lora_turned", GROUPED),
         ("sm_89", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE_4_BITS),
         elsewhere("gfx942", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE_4_BITS),
-        ("sm_120", "lora fp8_dsv3", GROUPED | FP8),
+        ("sm_120", "lora_wide fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
             f"{BASIC} gpt_oss fp8_short nf4_short nf4_many int4_decode",
             KERNELS | HOPPER | IN_REGISTERS | DECODE_4_BITS | {"row_sums_kernel"},
         ),
-        elsewhere("sm_90", "llama4_scout one_token nemotron_h mxfp4", GROUPED),
+        ("sm_90", "lora_wide", {"grouped_gemm_kernel"} | HOPPER - FP8 - {"fp8_hopper_kernel"}),
+        elsewhere("sm_90", "llama4_scout one_token nemotron_h mxfp4 lora_turned", GROUPED),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
@@ -69,5 +71,5 @@ def test_compiles_ahead_of_time(chips, shapes, kernels):
     for chip, shape, kernel, spills, shared in found:
         limit = known.amd(chip).shared if chip.startswith("gfx") else limits.get(chip, 101_376)
         assert int(shared) <= limit, (chip, kernel)
-        most = 256 if shape == "lora" else 128  # bytes, outside the loop: docs/kernels.md
-        assert all(int(each) < most for each in spills.split(",") if each != "-"), (chip, kernel)
+        most = 256 if shape.startswith("lora") else 128  # bytes, outside the loop: docs/kernels.md
+        assert all(int(each) <= most for each in spills.split(",") if each != "-"), (chip, kernel)

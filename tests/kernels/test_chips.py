@@ -91,14 +91,6 @@ def test_what_a_capability_has(capability, has):
     assert found == has and chip.arch == f"sm_{capability}" and chip.small
 
 
-def test_low_rank_updates_have_small_tiles_where_products_stand_in_registers(machine):
-    machine((8, 0), (9, 0))
-    for index, differs in ((0, True), (1, False)):
-        arguments = ("gemm", 128, 500, 2048, 768, torch.bfloat16, torch.device("cuda", index))
-        plain = tiles.without_roles(tiles.choose(*arguments), 4)
-        assert (plain != tiles.choose(*arguments, True)) is differs
-
-
 @given(
     pointer=st.integers(0, 64),
     itemsize=st.sampled_from((1, 2, 4)),

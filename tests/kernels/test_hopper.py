@@ -242,42 +242,38 @@ def test_tiles_of_192_rows_leave_few_of_them_empty(m, gather_left, shape):
 
 
 @pytest.mark.parametrize(
-    "kernel, bm, rows, n, k, dtype, low_rank, roles",
+    "kernel, bm, rows, n, k, dtype, roles",
     [
-        ("gemm", 128, 1024, 2048, 768, torch.bfloat16, False, True),
-        ("gemm", 128, 1024, 2048, 1536, torch.float16, False, True),
-        ("gemm", 128, 1024, 2048, 800, torch.bfloat16, False, False),
-        ("gemm", 128, 1024, 2048, 768, torch.float32, False, False),
-        ("gemm", 128, 1024, 2048, 768, torch.bfloat16, True, False),
-        ("gemm", 128, 1024, 128, 768, torch.bfloat16, False, False),
-        ("dw_gathered", 128, 1024, 768, 2048, torch.bfloat16, False, True),
-        ("dw_gathered", 128, 64, 768, 2048, torch.bfloat16, False, True),
-        ("dw_gathered", 128, 32, 768, 2048, torch.bfloat16, False, False),
-        ("dw", 128, 1024, 768, 2048, torch.bfloat16, False, False),
-        ("gate_up", 128, 1024, 768, 2048, torch.bfloat16, False, True),
-        ("gate_up", 128, 1024, 128, 2048, torch.bfloat16, False, True),
-        ("gate_up", 128, 1024, 2048, 7168, torch.bfloat16, False, False),
-        ("gate_up", 128, 1024, 768, 2048, torch.bfloat16, True, False),
-        ("gate_up", 128, 256, 8192, 5120, torch.bfloat16, False, True),
-        ("gate_up", 64, 128, 2048, 7168, torch.bfloat16, False, True),
-        ("gate_up", 64, 64, 768, 2048, torch.float16, False, True),
-        ("gate_up", 64, 32, 768, 2048, torch.bfloat16, False, False),
-        ("gemm", 64, 64, 2048, 768, torch.bfloat16, False, True),
-        ("gemm", 64, 64, 5120, 8192, torch.bfloat16, False, False),
-        ("gemm", 64, 64, 2048, 768, torch.bfloat16, True, False),
-        ("dgate", 128, 1024, 768, 2048, torch.bfloat16, False, True),
-        ("dgate", 64, 64, 768, 2048, torch.bfloat16, False, True),
-        ("dgate", 128, 1024, 768, 2048, torch.bfloat16, True, False),
-        ("dgate", 128, 1024, 2048, 7168, torch.bfloat16, False, False),
-        ("dgate", 64, 128, 2048, 7168, torch.bfloat16, False, True),
-        ("dgate", 64, 32, 768, 2048, torch.bfloat16, False, False),
-        ("dgate", 128, 1024, 128, 2048, torch.bfloat16, False, False),
-        ("gate_up_w4", 128, 1024, 768, 2048, torch.bfloat16, False, False),
+        ("gemm", 128, 1024, 2048, 768, torch.bfloat16, True),
+        ("gemm", 128, 1024, 2048, 1536, torch.float16, True),
+        ("gemm", 128, 1024, 2048, 800, torch.bfloat16, False),
+        ("gemm", 128, 1024, 2048, 768, torch.float32, False),
+        ("gemm", 128, 1024, 128, 768, torch.bfloat16, False),
+        ("dw_gathered", 128, 1024, 768, 2048, torch.bfloat16, True),
+        ("dw_gathered", 128, 64, 768, 2048, torch.bfloat16, True),
+        ("dw_gathered", 128, 32, 768, 2048, torch.bfloat16, False),
+        ("dw", 128, 1024, 768, 2048, torch.bfloat16, False),
+        ("gate_up", 128, 1024, 768, 2048, torch.bfloat16, True),
+        ("gate_up", 128, 1024, 128, 2048, torch.bfloat16, True),
+        ("gate_up", 128, 1024, 2048, 7168, torch.bfloat16, False),
+        ("gate_up", 128, 256, 8192, 5120, torch.bfloat16, True),
+        ("gate_up", 64, 128, 2048, 7168, torch.bfloat16, True),
+        ("gate_up", 64, 64, 768, 2048, torch.float16, True),
+        ("gate_up", 64, 32, 768, 2048, torch.bfloat16, False),
+        ("gemm", 64, 64, 2048, 768, torch.bfloat16, True),
+        ("gemm", 64, 64, 5120, 8192, torch.bfloat16, False),
+        ("dgate", 128, 1024, 768, 2048, torch.bfloat16, True),
+        ("dgate", 64, 64, 768, 2048, torch.bfloat16, True),
+        ("dgate", 128, 1024, 2048, 7168, torch.bfloat16, False),
+        ("dgate", 64, 128, 2048, 7168, torch.bfloat16, True),
+        ("dgate", 64, 32, 768, 2048, torch.bfloat16, False),
+        ("dgate", 128, 1024, 128, 2048, torch.bfloat16, False),
+        ("gate_up_w4", 128, 1024, 768, 2048, torch.bfloat16, False),
     ],
 )
-def test_where_they_are_faster(monkeypatch, kernel, bm, rows, n, k, dtype, low_rank, roles):
+def test_where_they_are_faster(monkeypatch, kernel, bm, rows, n, k, dtype, roles):
     monkeypatch.setattr(tiles, "INTERPRET", False)
-    product = Product(kernel, bm, rows, n, k, dtype, CPU, low_rank)
+    product = Product(kernel, bm, rows, n, k, dtype, CPU)
     for arch in (80, 89, 90, 100, 120):
         found = chips.nvidia(arch, 101_376 if arch in (89, 120) else 232_448)
         monkeypatch.setattr(chips, "chip", lambda device, found=found: found)
@@ -287,6 +283,6 @@ def test_where_they_are_faster(monkeypatch, kernel, bm, rows, n, k, dtype, low_r
     monkeypatch.setattr(tiles, "has_gluon", lambda: False)
     plain = tiles.heuristic(product)
     assert plain.warps != ROLES
-    if roles and not kernel.startswith("dw"):
+    if roles and not kernel.startswith("dw") and (kernel, bm) != ("dgate", 64):
         monkeypatch.setattr(tiles, "has_gluon", lambda: True)
-        assert tiles.without_roles(tiles.heuristic(product), plain.stages) == plain
+        assert tiles.without_roles(tiles.heuristic(product), product) == plain

@@ -13,6 +13,7 @@ from gluon_on_cpu import on_cpu
 
 from moe_patch import reference
 from moe_patch.kernels import chips, dgate, dw, fp8_gemm, gate_up, grouped_gemm, tiles
+from moe_patch.kernels.low_rank import LowRank
 from moe_patch.kernels.tiles import ROLES, Tile
 from moe_patch.ops.grouped import sort
 
@@ -59,6 +60,25 @@ def drawn_weight(draw, *size):
     return weight.mT.contiguous().mT if draw.random() < 0.5 else weight
 
 
+def drawn_update(draw, rows, n, k):
+    """A low-rank update of weights [E, N, K], whose `side` is computed already, or None."""
+    if draw.random() < 0.5:
+        return None
+    rank = 8 * draw.choice((1, 2, 3, 8, 9, 17))
+    side = torch.randn(rows.slots, rank).to(DTYPE)
+    side[rows.used :] = float("nan")
+    a = torch.full((rows.experts, rank, k), float("nan"), dtype=DTYPE)
+    return LowRank(a, drawn_weight(draw, rows.experts, n, rank), side)
+
+
+def updated(rows, x, weight, update):
+    """The product of rows x [used, K], in float64."""
+    product = rows.times(x, weight)
+    if update:
+        product += rows.times(update.side[: rows.used], update.b)
+    return product
+
+
 def close(found, truth):
     error = (found.double() - truth).abs()
     return not found.numel() or bool(
@@ -75,10 +95,11 @@ def gemm(seed, stages=None):
     x, weight = torch.randn(rows.slots, k).to(DTYPE), drawn_weight(draw, rows.experts, n, k)
     out = torch.full((rows.slots, n), 7.0, dtype=DTYPE)
     tile = Tile(listed, 256, 64, ROLES, stages or draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
+    update = drawn_update(draw, rows, n, k)
     with on_cpu(seed) as names:
-        assert grouped_gemm._on_hopper(x, weight, rows.order, out, tile)
+        assert grouped_gemm._on_hopper(x, weight, rows.order, out, tile, update)
     assert names == ["gemm_hopper_kernel"]
-    return out, rows.times(x[: rows.used], weight), rows
+    return out, updated(rows, x[: rows.used], weight, update), rows
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -95,6 +116,7 @@ def test_gate_up(seed):
     inner, k = 8 * draw.randint(16, 40), 64 * draw.randint(4, 6)
     x = torch.randn(rows.tokens, k).to(DTYPE)
     weight = drawn_weight(draw, rows.experts, 2 * inner, k)
+    update = drawn_update(draw, rows, 2 * inner, k)
     keep, on_input = draw.random() < 0.7, draw.random() < 0.4
     act = torch.full((rows.slots, inner), 7.0, dtype=DTYPE)
     pre = torch.full((rows.slots if keep else 0, 2 * inner), 7.0, dtype=DTYPE)
@@ -103,10 +125,10 @@ def test_gate_up(seed):
     tile = Tile(listed, 128, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
     with on_cpu(seed) as names:
         assert gate_up._on_hopper(
-            x, weight, rows.order, by if on_input else None, act, pre, tile, activation
+            x, weight, rows.order, by if on_input else None, act, pre, tile, activation, update
         )
     assert names == ["gate_up_hopper_kernel"]
-    truth = rows.times(x[rows.slot // rows.top_k], weight)
+    truth = updated(rows, x[rows.slot // rows.top_k], weight, update)
     assert not keep or close(pre[: rows.used], truth)
     if on_input:
         truth *= by.flatten()[rows.slot, None].double()
@@ -144,6 +166,7 @@ def test_dgate(seed):
     inner, hidden = 8 * draw.randint(32, 70), 64 * draw.randint(4, 6)
     d_out = torch.randn(rows.tokens, hidden).to(DTYPE)
     weight = drawn_weight(draw, rows.experts, inner, hidden)
+    update = drawn_update(draw, rows, inner, hidden)
     pre = torch.randn(rows.slots, 2 * inner).to(DTYPE)
     by, on_input = torch.rand(rows.tokens, rows.top_k), draw.random() < 0.4
     activation = draw.choice(("silu None 1.0 0.0 concatenated", "silu 7.0 1.702 1.0 concatenated"))
@@ -157,10 +180,10 @@ def test_dgate(seed):
     tile = Tile(listed, 256, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
     with on_cpu(seed) as names:
         assert dgate._on_hopper(
-            d_out, weight, rows.order, by, on_input, pre, made, tile, activation
+            d_out, weight, rows.order, by, on_input, pre, made, tile, activation, update
         )
     assert names == ["dgate_hopper_kernel"]
-    d_act = rows.times(d_out[rows.slot // rows.top_k], weight)
+    d_act = updated(rows, d_out[rows.slot // rows.top_k], weight, update)
     scale = by.flatten()[rows.slot, None].double().requires_grad_()
     x = before[: rows.used].double().requires_grad_()
     act = reference.glu(x * scale, activation) if on_input else reference.glu(x, activation) * scale

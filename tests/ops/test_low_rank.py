@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -37,9 +38,7 @@ def factors(arguments, ranks):
     return found
 
 
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("size,dtype,transposed,weight_on", sample(CASES, 24))
-def test_forward_and_every_gradient(device, size, dtype, transposed, weight_on):
+def compare(device, size, dtype, transposed, weight_on):
     *size, rank1, rank2 = size
     arguments = moe(device, dtype, *size, transposed=transposed, routing="sentinel")
     leaves = [t for t in arguments.values() if t.requires_grad]
@@ -60,6 +59,27 @@ def test_forward_and_every_gradient(device, size, dtype, transposed, weight_on):
     others = torch.autograd.grad(expected, exact_leaves, d_out.double())
     for mine, other in zip(ours, others):
         assert_close(mine, other, dtype)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("size,dtype,transposed,weight_on", sample(CASES, 24))
+def test_forward_and_every_gradient(device, size, dtype, transposed, weight_on):
+    compare(device, size, dtype, transposed, weight_on)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("number", range(24))
+def test_many_rows_an_expert(device, number):
+    """Sizes of the kernels in hopper/, with ranks that they take, and some that they leave."""
+    draw = random.Random(number)
+    experts, top_k = draw.randint(1, 6), draw.choice((1, 1, 2))
+    tokens = experts * draw.randint(60, 500) // top_k
+    hidden, inner = 64 * draw.randint(4, 10), 64 * draw.randint(4, 10)
+    ranks = [draw.choice((0, 4, 8, 16, 24, 64, 72, 128, 150)) for _ in range(2)]
+    size = (tokens, hidden, inner, experts, min(top_k, experts), *ranks)
+    dtype = draw.choice((torch.bfloat16, torch.float16))
+    compare(device, size, dtype, draw.random() < 0.5, draw.choice(("output", "input")))
 
 
 @pytest.mark.parametrize("wanted", ["a1", "b1", "a2", "b2"])

@@ -215,6 +215,8 @@ SHAPES = {  # tokens, hidden, inner, experts, top_k
     "one_token": (1, 5120, 8192, 16, 1),
     "lora": (8192, 2048, 768, 128, 8),
     "lora_short": (64, 2048, 768, 128, 8),
+    "lora_wide": (8192, 2048, 768, 128, 8),
+    "lora_turned": (8192, 2048, 768, 128, 8),
     "middle": (1024, 2048, 768, 128, 8),
     "gpt_oss": (4096, 2880, 2880, 32, 4),
     "gpt_oss_decode": (1, 2880, 2880, 32, 4),
@@ -237,6 +239,8 @@ SHAPES = {  # tokens, hidden, inner, experts, top_k
     "int4_decode": (1, 2048, 768, 128, 8),
 }
 PACKED = {"nf4": "nf4 64", "mxfp4": "mxfp4 32", "int4": "int4 128 zeros"}
+RANKS = {"lora": 16, "lora_short": 16, "nf4_lora": 16, "lora_wide": 256, "lora_turned": 72}
+TURNED = ("llama4_scout", "one_token", "lora_turned")
 ACTS = {
     "gpt_oss": "silu 7.0 1.702 1.0 interleaved",
     "mxfp4": "silu 7.0 1.702 1.0 interleaved",
@@ -253,8 +257,8 @@ def compile_for(chip, shapes, dtypes, without):
         arguments = (
             *SHAPES[shape],
             getattr(torch, dtype),
-            shape in ("llama4_scout", "one_token"),
-            16 if "lora" in shape else 0,
+            shape in TURNED,
+            RANKS.get(shape, 0),
             ACTS.get(shape.removesuffix("_decode"), "silu"),
             shape.startswith(("gpt_oss", "mxfp4")),
             shape.startswith("fp8"),

@@ -111,7 +111,7 @@ def test_a_part_looks_up_the_tile_under_its_key(interpreted, monkeypatch, name, 
         return
     full, small = measure.operands(block, 24, torch.float32, CPU, True)
 
-    def ask(kernel, bm, rows, n, k, dtype, device, low_rank):
+    def ask(kernel, bm, rows, n, k, dtype, device):
         asked.append(table.key(kernel, "float32", n, k, bm, rows))
         return tiles.heuristic(tiles.Product(kernel, bm, rows, n, k, dtype, device))
 

@@ -17,9 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...compat import gluon_load
 from ..activate import through_gate
 from .gather import produce, tokens_of
-from .ring import BK, multiply, pass_over, ring_of
+from .ring import BK, multiply, pass_over, ring_of, steps_of
 from .stores import in_halves
 from .turns import tiles_of, told, turns_of
+from .update import Update, bring_b
 
 async_load = gluon_load()
 
@@ -45,6 +46,8 @@ class Plan(NamedTuple):
     bm: int = 128
     bn: int = 256
     parts: int = 2
+    rank: int = 0
+    """Of a low-rank update; 0: none."""
     left_turned: bool = False
     copied: bool = True
 
@@ -115,8 +118,16 @@ def _bring_weight(w, full, right, expert, n, k, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x, w, row_to_slot, tokens, tiles, ring, turns, PLAN: gl.constexpr):
-    produce(x, w, row_to_slot, tokens, tiles, ring, turns, _bring_weight, PLAN.bn, PLAN)
+def _bring_b(b, full, right, expert, n, r, PLAN: gl.constexpr):
+    bring_b(b, full, right, expert, n, r, PLAN.inner, PLAN)
+
+
+@gluon.jit
+def _produce(x, w, update, row_to_slot, tokens, tiles, ring, turns, PLAN: gl.constexpr):
+    produce(
+        x, w, update, row_to_slot, tokens, tiles, ring, turns,
+        _bring_weight, _bring_b, PLAN.bn, PLAN,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -212,7 +223,7 @@ def _consume(
     tensors, staged, row_to_slot, ring, turns,
     ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
-    STEPS: gl.constexpr = PLAN.k // BK
+    STEPS: gl.constexpr = steps_of(PLAN)
     NUM_N: gl.constexpr = (PLAN.inner + PLAN.bn - 1) // PLAN.bn
     by: gl.constexpr = _by_eights()
     step, turn = 0, 0
@@ -242,13 +253,13 @@ def _consume(
 
 @gluon.jit
 def dgate_hopper_kernel(
-    x, w, slot_weight, gate_box, up_box, d_pre, act, d_scale, taken,
+    x, w, side, b, slot_weight, gate_box, up_box, d_pre, act, d_scale, taken,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """x [T, K] with K a multiple of 64; w as boxes [256, 64] of [E * I, K] or [64, 256] of
     [E * K, I]; pre [S, 2I] as boxes [64, 64] of its ups, and [64, 32] of its gates as pairs;
-    `taken` is one zero. What is not needed is any tensor."""
+    `taken` is one zero. What is not needed is any tensor. `side` and `b` are an `Update`."""
     NUM_N: gl.constexpr = (PLAN.inner + PLAN.bn - 1) // PLAN.bn
     tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N)
     ring, turns = ring_of(x.dtype.element_ty, PLAN), turns_of(taken, PLAN)
@@ -259,7 +270,7 @@ def dgate_hopper_kernel(
         [
             (_consume, (tensors, upper, row_to_slot, ring, turns, 0, PLAN, GATE)),
             (_consume, (tensors, lower, row_to_slot, ring, turns, 1, PLAN, GATE)),
-            (_produce, (x, w, row_to_slot, tokens, tiles, ring, turns, PLAN)),
+            (_produce, (x, w, Update(side, b), row_to_slot, tokens, tiles, ring, turns, PLAN)),
         ],
         [4, 4],
         [232, 40],

@@ -15,9 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...compat import gluon_load
 from ..activate import glu
 from .gather import produce, tokens_of
-from .ring import BK, multiply_beside, pass_over, ring_of, sums_of
+from .ring import BK, multiply_beside, pass_over, ring_of, steps_of, sums_of
 from .stores import in_halves, rounded, staged_for, store_box
 from .turns import tiles_of, told, turns_of
+from .update import Update, bring_b
 
 async_load = gluon_load()
 WIDTH = gl.constexpr(128)
@@ -43,6 +44,8 @@ class Plan(NamedTuple):
     bm: int = 128
     bn: int = 256
     parts: int = 2
+    rank: int = 0
+    """Of a low-rank update; 0: none."""
     left_turned: bool = False
     copied: bool = True
 
@@ -72,8 +75,20 @@ def _bring(w, full, right, expert, n, k, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x, w, row_to_slot, tokens, tiles, ring, turns, PLAN: gl.constexpr):
-    produce(x, w, row_to_slot, tokens, tiles, ring, turns, _bring, WIDTH, PLAN)
+def _bring_b(b, full, right, expert, n, r, PLAN: gl.constexpr):
+    """Begins to load WIDTH gates of an update from column n on, and their ups."""
+    if PLAN.right_turned:
+        gates, ups = right.slice(0, WIDTH, dim=0), right.slice(WIDTH, WIDTH, dim=0)
+    else:  # slices have no other shape, so that the whole has that of a box
+        whole = right.reshape([1, 1, BK, 2 * WIDTH])
+        gates, ups = whole.slice(0, WIDTH, dim=3), whole.slice(WIDTH, WIDTH, dim=3)
+    bring_b(b, full, gates, expert, n, r, 2 * PLAN.inner, PLAN)
+    bring_b(b, full, ups, expert, n + PLAN.inner, r, 2 * PLAN.inner, PLAN)
+
+
+@gluon.jit
+def _produce(x, w, update, row_to_slot, tokens, tiles, ring, turns, PLAN: gl.constexpr):
+    produce(x, w, update, row_to_slot, tokens, tiles, ring, turns, _bring, _bring_b, WIDTH, PLAN)
 
 
 class Waiting(NamedTuple):
@@ -146,7 +161,7 @@ def _consume(
     result, slot_weight, row_to_slot, ring, turns,
     ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
-    STEPS: gl.constexpr = PLAN.k // BK
+    STEPS: gl.constexpr = steps_of(PLAN)
     WAITING: gl.constexpr = 4 if PLAN.save_pre else 2
     step, turn = 0, 0
     first, end, column = told(turns, 0)
@@ -176,13 +191,13 @@ def _consume(
 
 @gluon.jit
 def gate_up_hopper_kernel(
-    x, w, slot_weight, act, gate, up, taken,
+    x, w, side, b, slot_weight, act, gate, up, taken,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """x [T, K] with K a multiple of 64; w as boxes [128, 64] of [E * 2I, K] or [64, 128] of
     [E * K, 2I]; act [S, I] and both halves of pre [S, 2I] as boxes of rows, [64, 64]; `taken` is
-    one zero."""
+    one zero. `side` and `b` are an `Update`, boxes of b of 128 columns."""
     NUM_N: gl.constexpr = (PLAN.inner + WIDTH - 1) // WIDTH
     tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N)
     ring, turns = ring_of(act.dtype, PLAN), turns_of(taken, PLAN)
@@ -193,7 +208,7 @@ def gate_up_hopper_kernel(
         [
             (_consume, (result, slot_weight, row_to_slot, ring, turns, 0, PLAN, GATE)),
             (_consume, (result, slot_weight, row_to_slot, ring, turns, 1, PLAN, GATE)),
-            (_produce, (x, w, row_to_slot, tokens, tiles, ring, turns, PLAN)),
+            (_produce, (x, w, Update(side, b), row_to_slot, tokens, tiles, ring, turns, PLAN)),
         ],
         [4, 4],
         [224, 56],

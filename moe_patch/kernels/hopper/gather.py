@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from ...compat import gluon_copy
 from .ring import BK, wait_empty
 from .turns import own, take, tell
+from .update import load_update
 
 copy = gluon_copy()
 
@@ -70,11 +71,12 @@ def _load(
 
 @gluon.jit
 def produce(
-    x, w, row_to_slot, tokens, tiles, ring, turns,
-    BRING: gl.constexpr, WIDTH: gl.constexpr, PLAN: gl.constexpr,
+    x, w, update, row_to_slot, tokens, tiles, ring, turns,
+    BRING: gl.constexpr, BRING_B: gl.constexpr, WIDTH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring. Tiles lie WIDTH columns apart; `BRING(w, full, right, expert, n, k, PLAN)`
-    begins to load a step of the weight from column n on."""
+    begins to load a step of the weight from column n on, `BRING_B(b, full, right, expert, n, r,
+    PLAN)` one of an update, from r on of its rank."""
     NUM_N: gl.constexpr = (PLAN.inner + WIDTH - 1) // WIDTH
     FILLED: gl.constexpr = min(PLAN.stages * BK, PLAN.k)
     step, turn = 0, 0
@@ -91,5 +93,6 @@ def produce(
         step = _load(
             x, w, ring, tokens, turn, step, expert, first, end, n, BRING, FILLED, PLAN.k, PLAN
         )
+        step = load_update(update, ring, step, expert, first, end, n, BRING_B, PLAN)
         turn += 1
         expert, first, end, column = own(turns, turn)

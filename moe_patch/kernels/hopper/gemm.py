@@ -15,10 +15,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...compat import gluon_load
-from .ring import BK, multiply_beside, pass_over, ring_of, sums_of, wait_empty
+from .ring import BK, multiply_beside, pass_over, ring_of, steps_of, sums_of, wait_empty
 from .rows import load_rows
 from .stores import rounded, staged_for, store_box
 from .turns import own, take, tell, tiles_of, told, turns_of
+from .update import Update, bring_b, load_update
 
 async_load = gluon_load()
 
@@ -37,6 +38,8 @@ class Plan(NamedTuple):
     bm: int = 128
     bn: int = 256
     parts: int = 2
+    rank: int = 0
+    """Of a low-rank update; 0: none."""
     left_turned: bool = False
     copied: bool = False
 
@@ -66,7 +69,12 @@ def _load(
 
 
 @gluon.jit
-def _produce(x, w, tiles, ring, turns, PLAN: gl.constexpr):
+def _bring_b(b, full, right, expert, n, r, PLAN: gl.constexpr):
+    bring_b(b, full, right, expert, n, r, PLAN.n, PLAN)
+
+
+@gluon.jit
+def _produce(x, w, update, tiles, ring, turns, PLAN: gl.constexpr):
     NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
     FILLED: gl.constexpr = min(PLAN.stages * BK, PLAN.k)
     step, turn = 0, 0
@@ -78,6 +86,7 @@ def _produce(x, w, tiles, ring, turns, PLAN: gl.constexpr):
         turn += 1  # the ring is full: there is time to ask for the next tile
         tell(turns, turn, take(turns), tiles, NUM_N, PLAN)
         step = _load(x, w, ring, step, expert, first, end, n, FILLED, PLAN.k, PLAN)
+        step = load_update(update, ring, step, expert, first, end, n, _bring_b, PLAN)
         expert, first, end, column = own(turns, turn)
 
 
@@ -113,7 +122,7 @@ def _write(writer, QUARTER: gl.constexpr):
 
 @gluon.jit
 def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
-    STEPS: gl.constexpr = PLAN.k // BK
+    STEPS: gl.constexpr = steps_of(PLAN)
     step, turn = 0, 0
     first, end, column = told(turns, 0)
     waiting = Waiting(rounded(sums_of(PLAN), out.dtype), first, end * 0, column)
@@ -136,10 +145,12 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def gemm_hopper_kernel(
-    x, w, out, taken, expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr
-):
+    x, w, side, b, out, taken, expert_offsets, tile_expert, tile_row, num_tiles,
+    PLAN: gl.constexpr,
+):  # fmt: skip
     """x [S, K] and out [S, N] as boxes of rows, [64, 64]; w as boxes [256, 64] of [E * N, K] or
-    [64, 256] of [E * K, N], with K a multiple of 64; `taken` is one zero."""
+    [64, 256] of [E * K, N], with K a multiple of 64; `taken` is one zero. `side` and `b`
+    are an `Update`."""
     NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
     tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N)
     ring, turns = ring_of(out.dtype, PLAN), turns_of(taken, PLAN)
@@ -148,7 +159,7 @@ def gemm_hopper_kernel(
         [
             (_consume, (out, staged, ring, turns, 0, PLAN)),
             (_consume, (out, staged, ring, turns, 1, PLAN)),
-            (_produce, (x, w, tiles, ring, turns, PLAN)),
+            (_produce, (x, w, Update(side, b), tiles, ring, turns, PLAN)),
         ],
         [4, 4],
         [224, 56],

@@ -7,7 +7,7 @@ may be as far apart as the ring has stages, so that one's epilogue runs beside t
 A PLAN, the sizes of a product as one constant, says how a ring lies: `bm` and `bn`, the rows and
 columns of a tile; `parts`, how many the rows are in; `left_turned`, parts [64, bm / parts] instead
 of [bm / parts, 64]; `right_turned`, [bn, 64] instead of [64, bn]; `copied`, some of it comes by
-cp.async; and `stages`.
+cp.async; and `stages`. Kernels that take low-rank updates also have `k`, the reduction, and `rank`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ class Ring(NamedTuple):
     right: Any
     full: Any
     empty: Any
+
+
+@gluon.constexpr_function
+def steps_of(plan):
+    """Stages that a tile takes: of its reduction, and of a low-rank update."""
+    return plan.k // 64 + (plan.rank + 63) // 64
 
 
 @gluon.jit
@@ -121,7 +127,7 @@ def multiply_beside(
 ):  # fmt: skip
     """Sums as of `multiply`, over all of the reduction. While the first products run it does
     `DO(beside, i)` for i below TIMES."""
-    STEPS: gl.constexpr = PLAN.k // BK
+    STEPS: gl.constexpr = steps_of(PLAN)
     acc = sums_of(PLAN)
     for i in gl.static_range(TIMES):
         if i < STEPS:

@@ -19,7 +19,10 @@ FAR = gl.constexpr(boxes.FAR)
 @gluon.jit
 def as_box(shared, box):
     """Shared memory, of another shape, as a box of `box`."""
-    return shared.reshape(box.block_shape)
+    if len(shared.shape) == len(box.block_shape):
+        return shared
+    else:
+        return shared.reshape(box.block_shape)
 
 
 @gluon.jit
