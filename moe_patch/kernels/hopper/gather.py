@@ -1,7 +1,7 @@
 """The warpgroup that brings a tile's operands where rows of x are gathered by token.
 
-It copies rows by cp.async and brings weights through TMA. Before a tile's end it asks for the
-next one, and for the tokens of that one's rows.
+It copies rows by cp.async and brings weights through TMA. While the ring is full it asks for the
+next tile, and for the tokens of that one's rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...compat import gluon_copy
 from .ring import BK, wait_empty
-from .turns import asks_at, own, take, tell
+from .turns import own, take, tell
 from .update import load_update
 
 copy = gluon_copy()
@@ -78,20 +78,20 @@ def produce(
     begins to load a step of the weight from column n on, `BRING_B(b, full, right, expert, n, r,
     PLAN)` one of an update, from r on of its rank."""
     NUM_N: gl.constexpr = (PLAN.inner + WIDTH - 1) // WIDTH
-    ASKED: gl.constexpr = asks_at(PLAN)
+    FILLED: gl.constexpr = min(PLAN.stages * BK, PLAN.k)
     step, turn = 0, 0
     tell(turns, 0, gl.program_id(0), tiles, NUM_N, PLAN)
     expert, first, end, column = own(turns, 0)
     _find(row_to_slot, tokens, 0, first, end, PLAN)
     while end > 0:
         n = column * WIDTH
-        step = _load(x, w, ring, tokens, turn, step, expert, first, end, n, BRING, 0, ASKED, PLAN)
-        # while what is in the ring is multiplied: ask for the next tile and its rows
+        step = _load(x, w, ring, tokens, turn, step, expert, first, end, n, BRING, 0, FILLED, PLAN)
+        # the ring is full: there is time to ask for the next tile and its rows
         tell(turns, turn + 1, take(turns), tiles, NUM_N, PLAN)
         _, below, limit, _ = own(turns, turn + 1)
         _find(row_to_slot, tokens, turn + 1, below, limit, PLAN)
         step = _load(
-            x, w, ring, tokens, turn, step, expert, first, end, n, BRING, ASKED, PLAN.k, PLAN
+            x, w, ring, tokens, turn, step, expert, first, end, n, BRING, FILLED, PLAN.k, PLAN
         )
         step = load_update(update, ring, step, expert, first, end, n, BRING_B, PLAN)
         turn += 1

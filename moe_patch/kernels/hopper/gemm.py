@@ -18,7 +18,7 @@ from ...compat import gluon_load
 from .ring import BK, multiply_beside, pass_over, ring_of, steps_of, sums_of, wait_empty
 from .rows import load_rows
 from .stores import rounded, staged_for, store_box
-from .turns import asks_at, own, take, tell, tiles_of, told, turns_of
+from .turns import own, take, tell, tiles_of, told, turns_of
 from .update import Update, bring_b, load_update
 
 async_load = gluon_load()
@@ -76,16 +76,16 @@ def _bring_b(b, full, right, expert, n, r, PLAN: gl.constexpr):
 @gluon.jit
 def _produce(x, w, update, tiles, ring, turns, PLAN: gl.constexpr):
     NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
-    ASKED: gl.constexpr = asks_at(PLAN)
+    FILLED: gl.constexpr = min(PLAN.stages * BK, PLAN.k)
     step, turn = 0, 0
     tell(turns, 0, gl.program_id(0), tiles, NUM_N, PLAN)
     expert, first, end, column = own(turns, 0)
     while end > 0:
         n = column * PLAN.bn
-        step = _load(x, w, ring, step, expert, first, end, n, 0, ASKED, PLAN)
-        turn += 1  # while what is in the ring is multiplied: ask for the next tile
+        step = _load(x, w, ring, step, expert, first, end, n, 0, FILLED, PLAN)
+        turn += 1  # the ring is full: there is time to ask for the next tile
         tell(turns, turn, take(turns), tiles, NUM_N, PLAN)
-        step = _load(x, w, ring, step, expert, first, end, n, ASKED, PLAN.k, PLAN)
+        step = _load(x, w, ring, step, expert, first, end, n, FILLED, PLAN.k, PLAN)
         step = load_update(update, ring, step, expert, first, end, n, _bring_b, PLAN)
         expert, first, end, column = own(turns, turn)
 

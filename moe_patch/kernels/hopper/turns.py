@@ -58,20 +58,6 @@ def turns_of(taken, PLAN: gl.constexpr):
     return Turns(taken, slot, full, empty)
 
 
-@gluon.constexpr_function
-def asks_at(plan):
-    """From where on in a tile's reduction its producer asks for the next tile. The ring is full and
-    steps are left, so nobody waits for the answer.
-
-    On a long way a program whose tile is short overtakes others. If all asked at once, it would
-    begin its next tile long before those that took that one's neighbours, and share no operands
-    with them in the L2 cache; so they ask when little is left.
-    """
-    if plan.k > 32 * 64:
-        return plan.k - 16 * 64
-    return min(plan.stages * 64, plan.k)
-
-
 @gluon.jit
 def take(turns):
     """The next turn."""
