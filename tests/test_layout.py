@@ -32,9 +32,10 @@ FLOORS = tuple(
         kernels.activate kernels.tiles kernels.low_rank kernels.widen kernels.packed
         kernels.weights kernels.topk
         kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize
-        kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.rows
-        kernels.hopper.update kernels.hopper.stores kernels.hopper.gather kernels.hopper.gate_up
-        kernels.hopper.gemm kernels.hopper.dgate kernels.hopper.dw kernels.hopper.fp8
+        kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.producer
+        kernels.hopper.rows kernels.hopper.update kernels.hopper.stores kernels.hopper.gather
+        kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dgate kernels.hopper.dw
+        kernels.hopper.fp8
         kernels.in_steps kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed
         kernels.hopper.pairs_ring kernels.hopper.pairs_sums kernels.hopper.pairs
         kernels.pairs kernels.packed_products

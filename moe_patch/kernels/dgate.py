@@ -188,7 +188,7 @@ def _on_hopper(
     update: LowRank | None,
 ) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
-    _, inner, hidden = weight.shape
+    inner = weight.shape[1]
     by_16_bytes = not (d_out.stride(0) % 8 or d_out.data_ptr() % 16)
     if not by_16_bytes or order.block_m != tile.bm:
         return False
@@ -204,10 +204,9 @@ def _on_hopper(
         return False
     top_k = len(order.row_to_slot) // len(d_out)
     start = _launch_on_hopper(
-        activation, inner=inner, k=hidden, stride_x=d_out.stride(0),
-        top_k=top_k, weight_on_input=weight_on_input,
+        activation, stride_x=d_out.stride(0), top_k=top_k, weight_on_input=weight_on_input,
         need_pre=d_pre.numel() > 0, need_act=act.numel() > 0, need_scale=d_scale.numel() > 0,
-        rank=low.rank, **plan_of(tile, weight),
+        **plan_of(tile, weight, low.rank),
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     start(

@@ -189,7 +189,7 @@ def _on_hopper(
 ) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful. `slot_weight` is
     None where rows are not multiplied by it."""
-    (_, width, hidden), inner = weight.shape, act.shape[1]
+    width, inner = weight.shape[1], act.shape[1]
     save_pre = pre.numel() > 0
     by_16_bytes = not (x.stride(0) % 8 or x.data_ptr() % 16)
     if not by_16_bytes or order.block_m != tile.bm:
@@ -205,9 +205,8 @@ def _on_hopper(
         return False
     top_k = len(order.row_to_slot) // len(x)
     start = _launch_on_hopper(
-        activation, inner=inner, k=hidden, stride_x=x.stride(0),
-        top_k=top_k, weight_on_input=slot_weight is not None, save_pre=save_pre, rank=low.rank,
-        **plan_of(tile, weight),
+        activation, stride_x=x.stride(0), top_k=top_k, weight_on_input=slot_weight is not None,
+        save_pre=save_pre, **plan_of(tile, weight, low.rank),
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     start(

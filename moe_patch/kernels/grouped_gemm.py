@@ -115,7 +115,7 @@ def _on_hopper(
     low = update_boxes(update, weight, tile.bn)
     if x_box is None or w_box is None or out_box is None or low is None:
         return False
-    start = _launch_on_hopper(n=n, k=k, rank=low.rank, **plan_of(tile, weight))
+    start = _launch_on_hopper(**plan_of(tile, weight, low.rank))
     programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
     start(
         (programs,), x_box, w_box, low.side, low.b, out_box, order.num_tiles.new_zeros(1),

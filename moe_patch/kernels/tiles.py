@@ -230,11 +230,13 @@ def _has_roles(product: Product) -> bool:
     return kernel == "gemm" and n >= 256 and (bm == 128 or k <= 4096)
 
 
-def plan_of(tile: Tile, weight: Tensor) -> dict[str, Any]:
-    """Fields that plans of the kernels in hopper/ share: of a tile, and of a weight [E, N, K]."""
+def plan_of(tile: Tile, weight: Tensor, rank: int) -> dict[str, Any]:
+    """Fields that plans of the kernels in hopper/ share: of a tile, of a weight [E, N, K], and the
+    rank of an update, or 0."""
+    _, n, k = weight.shape
     return {
+        "n": n, "k": k, "right_turned": weight.stride(2) == 1, "rank": rank,
         "group_m": tile.group_m, "stages": tile.stages, "listed": tile.bm,
-        "right_turned": weight.stride(2) == 1,
     }  # fmt: skip
 
 

@@ -16,11 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...compat import gluon_load
 from ..activate import through_gate
-from .gather import produce, tokens_of
+from .gather import Gathered, find_tokens, gather_rows, tokens_of
+from .producer import bring_weight, produce
 from .ring import BK, multiply, pass_over, ring_of, steps_of
 from .stores import in_halves
-from .turns import tiles_of, told, turns_of
-from .update import Update, bring_b
+from .turns import column_tiles, tiles_of, told, turns_of
+from .update import Update, bring_update
 
 async_load = gluon_load()
 
@@ -28,7 +29,7 @@ async_load = gluon_load()
 class Plan(NamedTuple):
     """Sizes of a product, as one constant; see `ring`."""
 
-    inner: int
+    n: int
     """Columns of the activation."""
     k: int
     stride_x: int
@@ -108,30 +109,19 @@ def _staged(dtype: gl.constexpr):
 
 
 @gluon.jit
-def _bring_weight(w, full, right, expert, n, k, PLAN: gl.constexpr):
-    """Begins to load a step of the weight from column n on."""
-    mbarrier.expect(full, PLAN.bn * BK * 2)
-    if PLAN.right_turned:
-        async_load(w, [expert * PLAN.inner + n, k], full, right)
-    else:
-        async_load(w, [expert * PLAN.k + k, n], full, right)
+def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
+    mbarrier.expect(ring.full.index(stage), PLAN.bn * BK * 2)
+    bring_weight(operands.w, ring, stage, place, k, PLAN)
+    gather_rows(operands, ring, stage, turn, k, PARTS, PLAN)
 
 
 @gluon.jit
-def _bring_b(b, full, right, expert, n, r, PLAN: gl.constexpr):
-    bring_b(b, full, right, expert, n, r, PLAN.inner, PLAN)
+def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
+    produce(operands, update, tiles, ring, turns, find_tokens, _bring, bring_update, PLAN)
 
 
 @gluon.jit
-def _produce(x, w, update, row_to_slot, tokens, tiles, ring, turns, PLAN: gl.constexpr):
-    produce(
-        x, w, update, row_to_slot, tokens, tiles, ring, turns,
-        _bring_weight, _bring_b, PLAN.bn, PLAN,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _bring(tensors, staged, row, column):
+def _bring_pre(tensors, staged, row, column):
     """Begins to load gates and ups."""
     mbarrier.expect(staged.full, 2 * 64 * 64 * 2)
     async_load(tensors.gate_box, [row, column // 2], staged.full, staged.gate)
@@ -164,7 +154,7 @@ def _write(to_pre, to_act, d_gate, d_up, value, mask, PLAN: gl.constexpr):
     """Writes 64 columns to pointers; a row's eight threads fill a line of the cache."""
     if PLAN.need_pre:
         gl.store(to_pre, d_gate, mask=mask)
-        gl.store(to_pre + PLAN.inner, d_up, mask=mask)
+        gl.store(to_pre + PLAN.n, d_up, mask=mask)
     if PLAN.need_act:
         gl.store(to_act, value, mask=mask)
 
@@ -179,7 +169,7 @@ def _epilogue(
     warpgroups, are more than the instruction cache holds. Rows past the end are computed and not
     written: masks of rows would hold the predicates that an exponential and a division need, and
     elements would go one after the other."""
-    I: gl.constexpr = PLAN.inner
+    I: gl.constexpr = PLAN.n
     by: gl.constexpr = _by_eights()
     dtype: gl.constexpr = staged.up.dtype
     left, right = in_halves(acc)
@@ -200,7 +190,7 @@ def _epilogue(
         d_act = _exchanged(now, staged.gate)
         if i < 3:
             fence_async_shared()
-            _bring(tensors, staged, first, n0 + 64)
+            _bring_pre(tensors, staged, first, n0 + 64)
         now, second, third = second, third, fourth
         d_gate, d_up, value, sums = through_gate(
             d_act, gate, up, scale, exists, GATE, PLAN.weight_on_input
@@ -224,7 +214,7 @@ def _consume(
     ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = steps_of(PLAN)
-    NUM_N: gl.constexpr = (PLAN.inner + PLAN.bn - 1) // PLAN.bn
+    NUM_N: gl.constexpr = column_tiles(PLAN)
     by: gl.constexpr = _by_eights()
     step, turn = 0, 0
     first, end, column = told(turns, 0)
@@ -238,7 +228,7 @@ def _consume(
         read = gl.where(first < end, STEPS, 0)
         if first < end:
             fence_async_shared()
-            _bring(tensors, staged, first, n0)
+            _bring_pre(tensors, staged, first, n0)
         acc = multiply(ring, step, read, part, PLAN)
         pass_over(ring, step, STEPS - read, PLAN)
         step += STEPS
@@ -260,17 +250,16 @@ def dgate_hopper_kernel(
     """x [T, K] with K a multiple of 64; w as boxes [256, 64] of [E * I, K] or [64, 256] of
     [E * K, I]; pre [S, 2I] as boxes [64, 64] of its ups, and [64, 32] of its gates as pairs;
     `taken` is one zero. What is not needed is any tensor. `side` and `b` are an `Update`."""
-    NUM_N: gl.constexpr = (PLAN.inner + PLAN.bn - 1) // PLAN.bn
-    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N)
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     ring, turns = ring_of(x.dtype.element_ty, PLAN), turns_of(taken, PLAN)
     upper, lower = _staged(x.dtype.element_ty), _staged(x.dtype.element_ty)
     tensors = Tensors(slot_weight, gate_box, up_box, d_pre, act, d_scale)
-    tokens = tokens_of(PLAN)
+    operands = Gathered(x, w, row_to_slot, tokens_of(PLAN))
     gl.warp_specialize(
         [
             (_consume, (tensors, upper, row_to_slot, ring, turns, 0, PLAN, GATE)),
             (_consume, (tensors, lower, row_to_slot, ring, turns, 1, PLAN, GATE)),
-            (_produce, (x, w, Update(side, b), row_to_slot, tokens, tiles, ring, turns, PLAN)),
+            (_produce, (operands, Update(side, b), tiles, ring, turns, PLAN)),
         ],
         [4, 4],
         [232, 40],

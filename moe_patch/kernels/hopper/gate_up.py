@@ -14,11 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...compat import gluon_load
 from ..activate import glu
-from .gather import produce, tokens_of
+from .gather import Gathered, find_tokens, gather_rows, tokens_of
+from .producer import produce
 from .ring import BK, multiply_beside, pass_over, ring_of, steps_of, sums_of
 from .stores import in_halves, rounded, staged_for, store_box
 from .turns import tiles_of, told, turns_of
-from .update import Update, bring_b
+from .update import Update, bring_b, bring_side
 
 async_load = gluon_load()
 WIDTH = gl.constexpr(128)
@@ -28,8 +29,8 @@ WIDTH = gl.constexpr(128)
 class Plan(NamedTuple):
     """Sizes of a product, as one constant; see `ring`."""
 
-    inner: int
-    """Columns of the gate, and of up."""
+    n: int
+    """Columns of the gate and of up."""
     k: int
     stride_x: int
     top_k: int
@@ -61,34 +62,37 @@ class Result(NamedTuple):
 
 
 @gluon.jit
-def _bring(w, full, right, expert, n, k, PLAN: gl.constexpr):
-    """Begins to load a step of WIDTH gates from column n on, and of their ups."""
-    mbarrier.expect(full, 2 * WIDTH * BK * 2)
+def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
+    INNER: gl.constexpr = PLAN.n // 2
+    full, right, n = ring.full.index(stage), ring.right.index(stage), place.column * WIDTH
+    mbarrier.expect(full, PLAN.bn * BK * 2)
     if PLAN.right_turned:
-        row = expert * (2 * PLAN.inner) + n
-        async_load(w, [row, k], full, right.slice(0, WIDTH, dim=0))
-        async_load(w, [row + PLAN.inner, k], full, right.slice(WIDTH, WIDTH, dim=0))
+        row = place.expert * PLAN.n + n
+        async_load(operands.w, [row, k], full, right.slice(0, WIDTH, dim=0))
+        async_load(operands.w, [row + INNER, k], full, right.slice(WIDTH, WIDTH, dim=0))
     else:
-        row = expert * PLAN.k + k
-        async_load(w, [row, n], full, right.slice(0, WIDTH, dim=1))
-        async_load(w, [row, n + PLAN.inner], full, right.slice(WIDTH, WIDTH, dim=1))
+        row = place.expert * PLAN.k + k
+        async_load(operands.w, [row, n], full, right.slice(0, WIDTH, dim=1))
+        async_load(operands.w, [row, n + INNER], full, right.slice(WIDTH, WIDTH, dim=1))
+    gather_rows(operands, ring, stage, turn, k, PARTS, PLAN)
 
 
 @gluon.jit
-def _bring_b(b, full, right, expert, n, r, PLAN: gl.constexpr):
-    """Begins to load WIDTH gates of an update from column n on, and their ups."""
+def _bring_update(update, ring, stage, turn, place, r, PARTS: gl.constexpr, PLAN: gl.constexpr):
+    bring_side(update, ring, stage, place, r, PARTS, PLAN)
+    full, right, n = ring.full.index(stage), ring.right.index(stage), place.column * WIDTH
     if PLAN.right_turned:
         gates, ups = right.slice(0, WIDTH, dim=0), right.slice(WIDTH, WIDTH, dim=0)
     else:  # slices have no other shape, so that the whole has that of a box
         whole = right.reshape([1, 1, BK, 2 * WIDTH])
         gates, ups = whole.slice(0, WIDTH, dim=3), whole.slice(WIDTH, WIDTH, dim=3)
-    bring_b(b, full, gates, expert, n, r, 2 * PLAN.inner, PLAN)
-    bring_b(b, full, ups, expert, n + PLAN.inner, r, 2 * PLAN.inner, PLAN)
+    bring_b(update.b, full, gates, place.expert, n, r, PLAN)
+    bring_b(update.b, full, ups, place.expert, n + PLAN.n // 2, r, PLAN)
 
 
 @gluon.jit
-def _produce(x, w, update, row_to_slot, tokens, tiles, ring, turns, PLAN: gl.constexpr):
-    produce(x, w, update, row_to_slot, tokens, tiles, ring, turns, _bring, _bring_b, WIDTH, PLAN)
+def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
+    produce(operands, update, tiles, ring, turns, find_tokens, _bring, _bring_update, PLAN)
 
 
 class Waiting(NamedTuple):
@@ -198,17 +202,16 @@ def gate_up_hopper_kernel(
     """x [T, K] with K a multiple of 64; w as boxes [128, 64] of [E * 2I, K] or [64, 128] of
     [E * K, 2I]; act [S, I] and both halves of pre [S, 2I] as boxes of rows, [64, 64]; `taken` is
     one zero. `side` and `b` are an `Update`, boxes of b of 128 columns."""
-    NUM_N: gl.constexpr = (PLAN.inner + WIDTH - 1) // WIDTH
-    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N)
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     ring, turns = ring_of(act.dtype, PLAN), turns_of(taken, PLAN)
     staged = staged_for(act.dtype, PLAN)
     result = Result(act, gate, up, staged)
-    tokens = tokens_of(PLAN)
+    operands = Gathered(x, w, row_to_slot, tokens_of(PLAN))
     gl.warp_specialize(
         [
             (_consume, (result, slot_weight, row_to_slot, ring, turns, 0, PLAN, GATE)),
             (_consume, (result, slot_weight, row_to_slot, ring, turns, 1, PLAN, GATE)),
-            (_produce, (x, w, Update(side, b), row_to_slot, tokens, tiles, ring, turns, PLAN)),
+            (_produce, (operands, Update(side, b), tiles, ring, turns, PLAN)),
         ],
         [4, 4],
         [224, 56],

@@ -14,14 +14,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...compat import gluon_load
-from .ring import BK, multiply_beside, pass_over, ring_of, steps_of, sums_of, wait_empty
+from .producer import bring_weight, produce
+from .ring import BK, multiply_beside, pass_over, ring_of, steps_of, sums_of
 from .rows import load_rows
 from .stores import rounded, staged_for, store_box
-from .turns import own, take, tell, tiles_of, told, turns_of
-from .update import Update, bring_b, load_update
-
-async_load = gluon_load()
+from .turns import tiles_of, told, turns_of
+from .update import Update, bring_update
 
 
 class Plan(NamedTuple):
@@ -44,50 +42,31 @@ class Plan(NamedTuple):
     copied: bool = False
 
 
-@gluon.jit
-def _load(
-    x, w, ring, step, expert, first, end, n,
-    FROM: gl.constexpr, TO: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """Brings columns FROM ... TO of a tile's operands, without parts past the expert's end."""
-    PARTS: gl.constexpr = PLAN.parts
-    parts = (gl.minimum(end - first, PLAN.bm) + 63) // 64
-    for count in gl.static_range(1, PARTS + 1):
-        if parts == count:
-            for k in range(FROM, TO, BK):
-                stage = wait_empty(ring, step + (k - FROM) // BK, PLAN)
-                full = ring.full.index(stage)
-                mbarrier.expect(full, (PLAN.bn + 64 * count) * BK * 2)
-                if PLAN.right_turned:
-                    async_load(w, [expert * PLAN.n + n, k], full, ring.right.index(stage))
-                else:
-                    async_load(w, [expert * PLAN.k + k, n], full, ring.right.index(stage))
-                for part in gl.static_range(count):
-                    left = ring.left.index(PARTS * stage + part)
-                    load_rows(x, first + 64 * part, end, k, full, left)
-    return step + (TO - FROM) // BK
+class Operands(NamedTuple):
+    """Boxes of rows of x and of the weight."""
+
+    x: Any
+    w: Any
 
 
 @gluon.jit
-def _bring_b(b, full, right, expert, n, r, PLAN: gl.constexpr):
-    bring_b(b, full, right, expert, n, r, PLAN.n, PLAN)
+def _find(operands, turn, place, PLAN: gl.constexpr):
+    """Rows lie as they are read: nothing is to be found."""
 
 
 @gluon.jit
-def _produce(x, w, update, tiles, ring, turns, PLAN: gl.constexpr):
-    NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
-    FILLED: gl.constexpr = min(PLAN.stages * BK, PLAN.k)
-    step, turn = 0, 0
-    tell(turns, 0, gl.program_id(0), tiles, NUM_N, PLAN)
-    expert, first, end, column = own(turns, 0)
-    while end > 0:
-        n = column * PLAN.bn
-        step = _load(x, w, ring, step, expert, first, end, n, 0, FILLED, PLAN)
-        turn += 1  # the ring is full: there is time to ask for the next tile
-        tell(turns, turn, take(turns), tiles, NUM_N, PLAN)
-        step = _load(x, w, ring, step, expert, first, end, n, FILLED, PLAN.k, PLAN)
-        step = load_update(update, ring, step, expert, first, end, n, _bring_b, PLAN)
-        expert, first, end, column = own(turns, turn)
+def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
+    full = ring.full.index(stage)
+    mbarrier.expect(full, (PLAN.bn + 64 * PARTS) * BK * 2)
+    bring_weight(operands.w, ring, stage, place, k, PLAN)
+    for part in gl.static_range(PARTS):
+        left = ring.left.index(PLAN.parts * stage + part)
+        load_rows(operands.x, place.first + 64 * part, place.end, k, full, left)
+
+
+@gluon.jit
+def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
+    produce(operands, update, tiles, ring, turns, _find, _bring, bring_update, PLAN)
 
 
 class Waiting(NamedTuple):
@@ -151,15 +130,14 @@ def gemm_hopper_kernel(
     """x [S, K] and out [S, N] as boxes of rows, [64, 64]; w as boxes [256, 64] of [E * N, K] or
     [64, 256] of [E * K, N], with K a multiple of 64; `taken` is one zero. `side` and `b`
     are an `Update`."""
-    NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
-    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N)
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     ring, turns = ring_of(out.dtype, PLAN), turns_of(taken, PLAN)
     staged = staged_for(out.dtype, PLAN)
     gl.warp_specialize(
         [
             (_consume, (out, staged, ring, turns, 0, PLAN)),
             (_consume, (out, staged, ring, turns, 1, PLAN)),
-            (_produce, (x, w, Update(side, b), tiles, ring, turns, PLAN)),
+            (_produce, (Operands(x, w), Update(side, b), tiles, ring, turns, PLAN)),
         ],
         [4, 4],
         [224, 56],

@@ -21,11 +21,14 @@ def _by_quads(rows, columns):
 
 
 @gluon.jit
-def _at(out, m0, m_end, n0, n_end, ROW: gl.constexpr, shape: gl.constexpr, by: gl.constexpr):
+def _at(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
     """(pointers to rows m0 ... of `out`, ROW elements apart, which of them are before row m_end and
-    column n_end)."""
-    m = m0 + gl.arange(0, shape[0], gl.SliceLayout(1, by))
-    n = n0 + gl.arange(0, shape[1], gl.SliceLayout(0, by))
+    column n_end), as sums are
+    stored there."""
+    WIDE: gl.constexpr = out.dtype.element_ty.primitive_bitwidth > 16
+    by: gl.constexpr = sums.type.layout if WIDE else _by_quads(sums.shape[0], sums.shape[1])
+    m = m0 + gl.arange(0, sums.shape[0], gl.SliceLayout(1, by))
+    n = n0 + gl.arange(0, sums.shape[1], gl.SliceLayout(0, by))
     to = out + gl.expand_dims(m.to(gl.int64) * ROW, 1) + gl.expand_dims(n, 0)
     return to, gl.expand_dims(m < m_end, 1) & gl.expand_dims(n < n_end, 0)
 
@@ -34,9 +37,7 @@ def _at(out, m0, m_end, n0, n_end, ROW: gl.constexpr, shape: gl.constexpr, by: g
 def added(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
     """Sums, plus what is in rows m0 ... of `out`, ROW elements apart, up to row m_end and column
     n_end."""
-    WIDE: gl.constexpr = out.dtype.element_ty.primitive_bitwidth > 16
-    by: gl.constexpr = sums.type.layout if WIDE else _by_quads(sums.shape[0], sums.shape[1])
-    at, inside = _at(out, m0, m_end, n0, n_end, ROW, sums.shape, by)
+    at, inside = _at(sums, out, m0, m_end, n0, n_end, ROW)
     old = gl.load(at, mask=inside, other=0.0)
     return sums + gl.convert_layout(old, sums.type.layout).to(gl.float32)
 
@@ -45,10 +46,8 @@ def added(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
 def store(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
     """Writes sums to rows m0 ... of `out`, ROW elements apart, up to row m_end and column n_end.
     They are not to push operands out of the L2 cache."""
-    WIDE: gl.constexpr = out.dtype.element_ty.primitive_bitwidth > 16
-    by: gl.constexpr = sums.type.layout if WIDE else _by_quads(sums.shape[0], sums.shape[1])
-    at, inside = _at(out, m0, m_end, n0, n_end, ROW, sums.shape, by)
-    new = gl.convert_layout(sums.to(out.dtype.element_ty), by)
+    at, inside = _at(sums, out, m0, m_end, n0, n_end, ROW)
+    new = gl.convert_layout(sums.to(out.dtype.element_ty), inside.type.layout)
     gl.store(at, new, mask=inside, cache_modifier=".cs")
 
 

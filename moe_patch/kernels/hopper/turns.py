@@ -34,15 +34,34 @@ class Turns(NamedTuple):
     taken: Any
     """How many turns are taken, besides the first of every program; in global memory."""
     slot: Any
-    """Two of: expert, first row, the row after the expert's last, column tile."""
+    """Two of a Place."""
     full: Any
     empty: Any
 
 
+class Place(NamedTuple):
+    """Where a tile lies."""
+
+    expert: Any
+    first: Any
+    """Its first row."""
+    end: Any
+    """The row after its expert's last; 0: no tile."""
+    column: Any
+    """Which of the column tiles it is."""
+
+
+@gluon.constexpr_function
+def column_tiles(plan):
+    """Tiles side by side."""
+    return (plan.n + plan.bn - 1) // plan.bn
+
+
 @gluon.jit
-def tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, NUM_N: gl.constexpr):
-    """Tiles with NUM_N columns of them."""
-    return Tiles(expert_offsets, tile_expert, tile_row, gl.load(num_tiles) * NUM_N)
+def tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr):
+    """Tiles of a product."""
+    total = gl.load(num_tiles) * column_tiles(PLAN)
+    return Tiles(expert_offsets, tile_expert, tile_row, total)
 
 
 @gluon.jit
@@ -65,14 +84,14 @@ def take(turns):
 
 
 @gluon.jit
-def tell(turns, turn, at, tiles, NUM_N: gl.constexpr, PLAN: gl.constexpr):
+def tell(turns, turn, at, tiles, PLAN: gl.constexpr):
     """Tells which tile the program's `turn` is: that of turn `at` of all, or of the next that has
     rows. The row after the last is 0 if there is none."""
     expert, first, end, column = 0, 0, 0, 0
     while at < tiles.total:
         expert, first, end, column = place(
             at, tiles.tile_expert, tiles.tile_row, tiles.expert_offsets,
-            NUM_N, 0, PLAN.bm, PLAN.group_m, PLAN.listed,
+            column_tiles(PLAN), 0, PLAN.bm, PLAN.group_m, PLAN.listed,
         )  # fmt: skip
         if first < end:
             at = tiles.total
@@ -97,9 +116,9 @@ def _read(turns, at):
 
 @gluon.jit
 def own(turns, turn):
-    """(expert, first row, the row after the expert's last, column tile), for the producer."""
+    """The Place of a turn, for the producer."""
     at = turn % 2 * 4
-    return _read(turns, at), _read(turns, at + 1), _read(turns, at + 2), _read(turns, at + 3)
+    return Place(_read(turns, at), _read(turns, at + 1), _read(turns, at + 2), _read(turns, at + 3))
 
 
 @gluon.jit

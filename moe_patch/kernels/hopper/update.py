@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...compat import gluon_load
-from .ring import BK, wait_empty
+from .ring import BK
 from .rows import load_rows
 
 async_load = gluon_load()
@@ -31,32 +31,30 @@ class Update(NamedTuple):
 
 
 @gluon.jit
-def bring_b(b, full, right, expert, n, r, N: gl.constexpr, PLAN: gl.constexpr):
-    """Begins to load an expert's B from column n on, of N, and from r on of its rank."""
+def bring_side(update, ring, stage, place, r, PARTS: gl.constexpr, PLAN: gl.constexpr):
+    """Begins to load a step's rows of x A^T, from r on of the rank. The stage's barrier expects
+    their bytes and those of a whole right operand."""
+    full = ring.full.index(stage)
+    mbarrier.expect(full, (PLAN.bn + 64 * PARTS) * BK * 2)
+    for part in gl.static_range(PARTS):
+        left = ring.left.index(PLAN.parts * stage + part)
+        load_rows(update.side, place.first + 64 * part, place.end, r, full, left)
+    if PLAN.copied:  # each thread of the producer says so
+        async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def bring_b(b, full, right, expert, n, r, PLAN: gl.constexpr):
+    """Begins to load an expert's B from column n on, and from r on of its rank."""
     if PLAN.right_turned:
-        async_load(b, [expert * N + n, r], full, right)
+        async_load(b, [expert * PLAN.n + n, r], full, right)
     else:
         load_rows(b, expert * PLAN.rank + r, (expert + 1) * PLAN.rank, n, full, right)
 
 
 @gluon.jit
-def load_update(update, ring, step, expert, first, end, n, BRING: gl.constexpr, PLAN: gl.constexpr):
-    """Brings a tile's steps of the update, if there is one; returns the step after them.
-    `BRING(b, full, right, expert, n, r, PLAN)` begins to load B from column n on."""
-    PARTS: gl.constexpr = PLAN.parts
-    RANK: gl.constexpr = PLAN.rank
-    parts = (gl.minimum(end - first, PLAN.bm) + 63) // 64
-    for r in gl.static_range(0, RANK, BK):
-        for count in gl.static_range(1, PARTS + 1):
-            if parts == count:
-                stage = wait_empty(ring, step, PLAN)
-                full = ring.full.index(stage)
-                mbarrier.expect(full, (PLAN.bn + 64 * count) * BK * 2)
-                BRING(update.b, full, ring.right.index(stage), expert, n, r, PLAN)
-                for part in gl.static_range(count):
-                    left = ring.left.index(PARTS * stage + part)
-                    load_rows(update.side, first + 64 * part, end, r, full, left)
-                if PLAN.copied:  # each thread of the producer says so
-                    async_copy.mbarrier_arrive(full, increment_count=False)
-        step += 1
-    return step
+def bring_update(update, ring, stage, turn, place, r, PARTS: gl.constexpr, PLAN: gl.constexpr):
+    """Begins to load a step of an update whose B comes in one box."""
+    bring_side(update, ring, stage, place, r, PARTS, PLAN)
+    full, right = ring.full.index(stage), ring.right.index(stage)
+    bring_b(update.b, full, right, place.expert, place.column * PLAN.bn, r, PLAN)

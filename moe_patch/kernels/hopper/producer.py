@@ -1,0 +1,67 @@
+"""The warpgroup that brings the operands of one tile after another.
+
+Kernels say how: `BRING(operands, ring, stage, turn, place, k, PARTS, PLAN)` begins to load a step,
+the weight's and PARTS parts of the rows', from k on of the reduction.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...compat import gluon_load
+from .ring import BK, wait_empty
+from .turns import own, take, tell
+
+async_load = gluon_load()
+
+
+@gluon.jit
+def bring_weight(w, ring, stage, place, k, PLAN: gl.constexpr):
+    """Begins to load a step of a weight in one box."""
+    full, right, n = ring.full.index(stage), ring.right.index(stage), place.column * PLAN.bn
+    if PLAN.right_turned:
+        async_load(w, [place.expert * PLAN.n + n, k], full, right)
+    else:
+        async_load(w, [place.expert * PLAN.k + k, n], full, right)
+
+
+@gluon.jit
+def _fill(
+    operands, ring, step, turn, place,
+    BRING: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """Brings FROM ... TO of a tile's reduction, without parts past the expert's end; returns the
+    step after it."""
+    PARTS: gl.constexpr = PLAN.parts
+    parts = (gl.minimum(place.end - place.first, PLAN.bm) + 63) // 64
+    for count in gl.static_range(1, PARTS + 1):
+        if parts == count:
+            for k in range(FROM, TO, BK):
+                stage = wait_empty(ring, step + (k - FROM) // BK, PLAN)
+                BRING(operands, ring, stage, turn, place, k, count, PLAN)
+    return step + (TO - FROM + BK - 1) // BK
+
+
+@gluon.jit
+def produce(
+    operands, update, tiles, ring, turns, FIND: gl.constexpr, BRING: gl.constexpr,
+    BRING_UPDATE: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """Fills the ring. `FIND(operands, turn, place, PLAN)` prepares a tile before its turn;
+    BRING_UPDATE is a BRING of a low-rank update."""
+    FILLED: gl.constexpr = min(PLAN.stages * BK, PLAN.k)
+    step, turn = 0, 0
+    tell(turns, 0, gl.program_id(0), tiles, PLAN)
+    place = own(turns, 0)
+    FIND(operands, 0, place, PLAN)
+    while place.end > 0:
+        step = _fill(operands, ring, step, turn, place, BRING, 0, FILLED, PLAN)
+        # the ring is full: there is time to ask for the next tile
+        tell(turns, turn + 1, take(turns), tiles, PLAN)
+        FIND(operands, turn + 1, own(turns, turn + 1), PLAN)
+        step = _fill(operands, ring, step, turn, place, BRING, FILLED, PLAN.k, PLAN)
+        if PLAN.rank > 0:
+            step = _fill(update, ring, step, turn, place, BRING_UPDATE, 0, PLAN.rank, PLAN)
+        turn += 1
+        place = own(turns, turn)
