@@ -25,7 +25,7 @@ from .activate import gate_of, through_gate
 from .boxes import gluon_box, weight_box
 from .grouped_gemm import multiply_a
 from .launch import Launch, cdiv
-from .low_rank import LowRank, Update, add_update, update_boxes, update_operand
+from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
 from .tiles import (
     ROLES,
     Product,
@@ -255,7 +255,8 @@ def dgate(
     )
     if slots == 0:
         return made
-    multiply_a(d_out, low_rank, order, slots // len(d_out))
+    if low_rank:
+        multiply_a(d_out, low_rank, order, slots // len(d_out))
     form = parse(activation).form
     if tile.warps == ROLES:
         as_it_lies = form == "concatenated"
@@ -267,7 +268,7 @@ def dgate(
         tile = without_roles(tile, product)
     turned = None if scale is None else scale.mT
     operand = weight_operand(down_proj.mT, turned, tile.bn, tile.bk)  # [E, N = I, K = H]
-    low = update_operand(low_rank)
+    low = update_operand(low_rank) if low_rank else NO_UPDATE
     parts = 1 if tile.bn < 64 else 8 if form == "interleaved" else 4
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",

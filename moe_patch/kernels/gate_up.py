@@ -19,7 +19,7 @@ from .boxes import rows_box, weight_box
 from .grouped_gemm import multiply_a
 from .in_steps import width
 from .launch import Launch, cdiv
-from .low_rank import LowRank, Update, add_update, update_boxes, update_operand
+from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
 from .tiles import (
     ROLES,
     Product,
@@ -261,7 +261,8 @@ def gate_up(
             )  # fmt: skip
             return act, pre
     name = "gemm" if form == "ungated" else "gate_up"
-    multiply_a(x, low_rank, order, slots // len(x))
+    if low_rank:
+        multiply_a(x, low_rank, order, slots // len(x))
     rows_each = slots // experts
     product = Product(
         name + suffix(weight, scale), order.block_m, rows_each, inner, hidden, dtype, device
@@ -281,7 +282,8 @@ def gate_up(
     columns = 2 * tile.bn if form == "interleaved" else tile.bn
     begins = (inner,) if turned else ()  # the second half's boxes
     operand = weight_operand(weight, scale, columns, tile.bk, halves=halves, begins=begins)
-    one_dot, low = not (turned and operand.layout.tma), update_operand(low_rank)
+    one_dot = not (turned and operand.layout.tma)
+    low = update_operand(low_rank) if low_rank else NO_UPDATE
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
         operand.layout, activation, FACTOR=low.factor,

@@ -14,7 +14,7 @@ from ..order import ExpertOrder
 from . import chips, packed_products
 from .boxes import box, rows_box, weight_box
 from .launch import Launch, cdiv
-from .low_rank import LowRank, Update, add_update, update_boxes, update_operand
+from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
 from .tiles import (
     ROLES,
     Product,
@@ -91,10 +91,9 @@ def _launch_on_hopper(**sizes: int) -> Launch:
     return Launch(gemm_hopper_kernel, PLAN=Plan(**sizes), num_warps=4)
 
 
-def multiply_a(x: Tensor, update: LowRank | None, order: ExpertOrder, gather: int = 0) -> None:
-    """Writes x A^T into an update's `side`, if there is one; arguments as of `grouped_gemm`."""
-    if update is not None:
-        grouped_gemm(x, update.a, order, gather=gather, out=update.side)
+def multiply_a(x: Tensor, update: LowRank, order: ExpertOrder, gather: int = 0) -> None:
+    """Writes x A^T into an update's `side`; arguments as of `grouped_gemm`."""
+    grouped_gemm(x, update.a, order, gather=gather, out=update.side)
 
 
 def _on_hopper(
@@ -154,7 +153,8 @@ def grouped_gemm(
             return out
     rows = order.row_to_slot.numel() // experts
     name = "gemm" + suffix(weight, scale)
-    multiply_a(x, low_rank, order, gather)
+    if low_rank:
+        multiply_a(x, low_rank, order, gather)
     product = Product(name, order.block_m, rows, n, k, dtype, x.device)
     tile = choose(*product)
     if tile.warps == ROLES:
@@ -162,7 +162,8 @@ def grouped_gemm(
         if as_it_lies and _on_hopper(x, weight, order, out, tile, low_rank):
             return out
         tile = without_roles(tile, product)
-    operand, low = weight_operand(weight, scale, tile.bn, tile.bk), update_operand(low_rank)
+    operand = weight_operand(weight, scale, tile.bn, tile.bk)
+    low = update_operand(low_rank) if low_rank else NO_UPDATE
     rows_in, x_tma = (x, False) if gather else box(x, (tile.bm, tile.bk))
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",

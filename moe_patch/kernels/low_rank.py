@@ -65,10 +65,12 @@ class Operand(NamedTuple):
     tensors: Update = Update(None, None)
 
 
-def update_operand(update: LowRank | None) -> Operand:
-    """An update, or none."""
-    if update is None:
-        return Operand()
+NO_UPDATE = Operand()
+"""Without one."""
+
+
+def update_operand(update: LowRank) -> Operand:
+    """An update as kernels for every chip take it."""
     step = min(64, max(16, power_of_two(update.rank)))
     return Operand(Factor(update.rank, *update.b.stride(), step), Update(update.side, update.b))
 
