@@ -29,7 +29,7 @@ FLOORS = tuple(
         formats.packed formats.checkpoints""",
         "reference",
         """kernels kernels.chips kernels.boxes kernels.launch kernels.interpreter kernels.table
-        kernels.activate kernels.tiles kernels.low_rank kernels.widen kernels.packed
+        kernels.activate kernels.tiles kernels.tiling kernels.low_rank kernels.widen kernels.packed
         kernels.weights kernels.topk
         kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize
         kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.producer

@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_block, tiny_model, tokens
 
 import moe_patch
-from moe_patch.kernels.tiles import dot_precision
+from moe_patch.kernels.tiling import dot_precision
 from moe_patch.parity.shadow import plain_arithmetic
 from moe_patch.precision import allows_tf32, ieee_products
 

@@ -17,7 +17,8 @@ from ..formats.packed import Packed
 from .activate import gate_of, glu
 from .decode_packed import decode_down_packed_kernel, load_codes, load_rows, packed_products
 from .launch import Launch, power_of_two
-from .tiles import INTERPRET, Layout
+from .tiles import INTERPRET
+from .tiling import Layout
 from .weights import _BLOCK, BLOCK, Weight, weight_operand
 from .widen import readable, widen, widen_scale
 

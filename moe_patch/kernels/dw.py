@@ -13,7 +13,8 @@ from ..order import ExpertOrder
 from . import chips
 from .boxes import box, rows_box
 from .launch import Launch, cdiv, launches
-from .tiles import INTERPRET, ROLES, Product, Tile, choose, dot, dot_precision, without_roles
+from .tiles import INTERPRET, ROLES, Product, Tile, choose, without_roles
+from .tiling import dot, dot_precision
 
 
 @triton.jit

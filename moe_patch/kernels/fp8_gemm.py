@@ -21,7 +21,8 @@ from .activate import gate_of, glu
 from .boxes import gluon_box
 from .launch import Launch, cdiv
 from .quantize import BLOCK, quantize_rows
-from .tiles import INTERPRET, block_m, place
+from .tiles import INTERPRET, block_m
+from .tiling import place
 
 
 @triton.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os", "groups"])

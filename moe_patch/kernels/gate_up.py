@@ -20,18 +20,8 @@ from .grouped_gemm import multiply_a
 from .in_steps import width
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
-from .tiles import (
-    ROLES,
-    Product,
-    Tile,
-    choose,
-    dot_precision,
-    launches,
-    load_rows,
-    place,
-    plan_of,
-    without_roles,
-)
+from .tiles import ROLES, Product, Tile, choose, plan_of, without_roles
+from .tiling import dot_precision, launches, load_rows, place
 from .weights import Weight, suffix, weight_dot, weight_operand
 
 

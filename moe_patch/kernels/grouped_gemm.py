@@ -15,18 +15,8 @@ from . import chips, packed_products
 from .boxes import box, rows_box, weight_box
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
-from .tiles import (
-    ROLES,
-    Product,
-    Tile,
-    choose,
-    dot_precision,
-    launches,
-    load_rows,
-    place,
-    plan_of,
-    without_roles,
-)
+from .tiles import ROLES, Product, Tile, choose, plan_of, without_roles
+from .tiling import dot_precision, launches, load_rows, place
 from .weights import Weight, suffix, weight_dot, weight_operand
 
 

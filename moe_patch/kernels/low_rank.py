@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .boxes import gluon_box, rows_box
 from .launch import power_of_two
-from .tiles import dot
+from .tiling import dot
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from torch import Tensor
 from ..formats.packed import FORMATS, Packed
 from . import chips
 from .boxes import box
-from .tiles import INTERPRET, Layout
+from .tiles import INTERPRET
+from .tiling import Layout
 from .widen import widen_scale
 
 COMPUTED = "mxfp4", "int4"

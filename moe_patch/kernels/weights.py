@@ -20,7 +20,8 @@ from ..formats.packed import Packed
 from . import packed
 from .boxes import box
 from .packed import load_packed
-from .tiles import NO_SCALES, W4, W8, Layout, dot
+from .tiles import W4, W8
+from .tiling import NO_SCALES, Layout, dot
 from .widen import readable, widen, widen_scale
 
 BLOCK = 128

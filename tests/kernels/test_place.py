@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_patch.kernels.groups import group_tiles
-from moe_patch.kernels.tiles import place
+from moe_patch.kernels.tiling import place
 from moe_patch.order import ExpertOrder
 
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...compat import gluon_load
 from ..activate import glu
-from ..tiles import place
+from ..tiling import place
 
 BLOCK = gl.constexpr(128)
 async_load = gluon_load()

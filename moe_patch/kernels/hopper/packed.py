@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...compat import gluon_barrier, gluon_copy
 from ..activate import glu
-from ..tiles import place
+from ..tiling import place
 from .codes import LESS, STEP, fragment, own_value, words_of
 from .lookup import fill_table
 

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..activate import glu
-from ..tiles import place
+from ..tiling import place
 from .lookup import fill_table, own_bank
 from .pairs_ring import ROWS, Operands, Tile, Tiles, Turn, bring, ring_of
 from .pairs_sums import products
