@@ -7,7 +7,8 @@ may be as far apart as the ring has stages, so that one's epilogue runs beside t
 A PLAN, the sizes of a product as one constant, says how a ring lies: `bm` and `bn`, the rows and
 columns of a tile; `parts`, how many the rows are in; `left_turned`, parts [64, bm / parts] instead
 of [bm / parts, 64]; `right_turned`, [bn, 64] instead of [64, bn]; `copied`, some of it comes by
-cp.async; and `stages`. Kernels that take low-rank updates also have `k`, the reduction, and `rank`.
+cp.async; and `stages`. Where `producer` fills the ring it also has the sizes of a weight, `n` and
+`k`, and the `rank` of its update.
 """
 
 from __future__ import annotations
