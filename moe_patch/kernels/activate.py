@@ -1,4 +1,4 @@
-"""Activations in kernels: one constant that carries them, and the helper that applies them."""
+"""Activations in kernels: what carries them, and the helper that applies them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..activation import ACTS, parse
 
@@ -28,6 +29,20 @@ class Gate(NamedTuple):
     source: str
     """A digest of act's source: Triton files compiled kernels by the text of their constants, and a
     function's shows its name alone."""
+
+
+class Activated(NamedTuple):
+    """What becomes of gate_up's sums; `gate_up.gate_up` has the shapes."""
+
+    act: Tensor
+    pre: Tensor
+    """Empty: it is not kept."""
+    bias: Tensor | None
+    slot_weight: Tensor
+    weight_on_input: bool
+    activation: str
+    in_steps: bool
+    """act is written in the order in which the next product reads it."""
 
 
 @functools.lru_cache(64)

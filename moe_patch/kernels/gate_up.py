@@ -14,7 +14,7 @@ from ..activation import parse
 from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed_products
-from .activate import gate_of, glu
+from .activate import Activated, gate_of, glu
 from .boxes import rows_box, weight_box
 from .grouped_gemm import multiply_a
 from .in_steps import width
@@ -170,16 +170,12 @@ def _on_hopper(
     x: Tensor,
     weight: Tensor,
     order: ExpertOrder,
-    slot_weight: Tensor | None,
-    act: Tensor,
-    pre: Tensor,
+    result: Activated,
     tile: Tile,
-    activation: str,
     update: LowRank | None,
 ) -> bool:
-    """Starts the kernel in hopper/, unless the operands' boxes are not lawful. `slot_weight` is
-    None where rows are not multiplied by it."""
-    width, inner = weight.shape[1], act.shape[1]
+    """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
+    act, pre, width, inner = result.act, result.pre, weight.shape[1], result.act.shape[1]
     save_pre = pre.numel() > 0
     by_16_bytes = not (x.stride(0) % 8 or x.data_ptr() % 16)
     if not by_16_bytes or order.block_m != tile.bm:
@@ -195,13 +191,14 @@ def _on_hopper(
         return False
     top_k = len(order.row_to_slot) // len(x)
     start = _launch_on_hopper(
-        activation, stride_x=x.stride(0), top_k=top_k, weight_on_input=slot_weight is not None,
-        save_pre=save_pre, **plan_of(tile, weight, low.rank),
+        result.activation, stride_x=x.stride(0), top_k=top_k,
+        weight_on_input=result.weight_on_input, save_pre=save_pre,
+        **plan_of(tile, weight, low.rank),
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     start(
         (min(chips.multiprocessors(x.device), tiles),),
-        x, w_box, low.side, low.b, act if slot_weight is None else slot_weight,
+        x, w_box, low.side, low.b, result.slot_weight,
         act_box, gate_box, up_box, order.num_tiles.new_zeros(1),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
@@ -242,13 +239,11 @@ def gate_up(
     )
     if slots == 0:
         return act, pre
+    result = Activated(act, pre, bias, slot_weight, weight_on_input, activation, act_in_steps)
     dtype, device = x.dtype, x.device
     if isinstance(weight, Packed) and low_rank is None and form != "ungated":
         if packed_products.supported(weight, order, dtype):
-            packed_products.gate_up(
-                x, weight, order, slot_weight, act, pre, bias,
-                weight_on_input=weight_on_input, activation=activation, act_in_steps=act_in_steps,
-            )  # fmt: skip
+            packed_products.gate_up(x, weight, order, result)
             return act, pre
     name = "gemm" if form == "ungated" else "gate_up"
     if low_rank:
@@ -261,10 +256,7 @@ def gate_up(
     packed = isinstance(weight, Packed)
     if tile.warps == ROLES:  # an ungated product has gemm's tiles
         as_it_lies = bias is None and form == "concatenated"
-        on_input = slot_weight if weight_on_input else None
-        if as_it_lies and _on_hopper(
-            x, weight, order, on_input, act, pre, tile, activation, low_rank
-        ):
+        if as_it_lies and _on_hopper(x, weight, order, result, tile, low_rank):
             return act, pre
         tile = without_roles(tile, product)
     turned = form == "concatenated" and not packed and weight.stride(2) != 1

@@ -13,7 +13,7 @@ from ..compat import has_gluon
 from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed, pairs
-from .activate import gate_of
+from .activate import Activated, gate_of
 from .in_steps import STEP, Steps, in_steps
 from .launch import Launch, cdiv
 from .tiles import INTERPRET
@@ -130,36 +130,23 @@ def gemm(
     )  # fmt: skip
 
 
-def gate_up(
-    x: Tensor,
-    weight: Packed,
-    order: ExpertOrder,
-    slot_weight: Tensor,
-    act: Tensor,
-    pre: Tensor,
-    bias: Tensor | None,
-    *,
-    weight_on_input: bool,
-    activation: str,
-    act_in_steps: bool,
-) -> None:
-    """gate_up of x [T, K] into act [S, I], or, `in_steps`, [S, width(I)], and, unless it is empty,
+def gate_up(x: Tensor, weight: Packed, order: ExpertOrder, result: Activated) -> None:
+    """gate_up of x [T, K] into act [S, I], or, in steps, [S, width(I)], and, unless it is empty,
     pre [S, 2I]."""
-    steps = steps_of(weight, order, activation)
+    steps = steps_of(weight, order, result.activation)
     if steps == "words":
-        pairs.gate_up(
-            x, weight, order, slot_weight, act, pre, bias,
-            weight_on_input=weight_on_input, activation=activation, act_in_steps=act_in_steps,
-        )  # fmt: skip
+        pairs.gate_up(x, weight, order, result)
         return
-    shape, columns = SHAPES[order.block_m], act.shape[1]
+    shape, columns = SHAPES[order.block_m], result.act.shape[1]
     start = _gate_up(
-        activation=activation, **_sizes(weight, order, shape, 2 * columns),
-        form=parse(activation).form, top_k=order.row_to_slot.numel() // len(x),
-        weight_on_input=weight_on_input, save_pre=pre.numel() > 0, act_in_steps=act_in_steps,
+        activation=result.activation, **_sizes(weight, order, shape, 2 * columns),
+        form=parse(result.activation).form, top_k=order.row_to_slot.numel() // len(x),
+        weight_on_input=result.weight_on_input, save_pre=result.pre.numel() > 0,
+        act_in_steps=result.in_steps,
     )  # fmt: skip
     start(
         (order.tile_expert.numel() * cdiv(columns, shape.rows),),
-        in_steps(x, steps), *_operand(weight, order), bias, slot_weight, act, pre,
+        in_steps(x, steps), *_operand(weight, order),
+        result.bias, result.slot_weight, result.act, result.pre,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from ..activation import parse
 from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips
-from .activate import gate_of
+from .activate import Activated, gate_of
 from .boxes import gluon_box
 from .in_steps import GROUP, STEP, in_steps
 from .launch import Launch, cdiv
@@ -98,31 +98,19 @@ def gemm(
     )  # fmt: skip
 
 
-def gate_up(
-    x: Tensor,
-    weight: Packed,
-    order: ExpertOrder,
-    slot_weight: Tensor,
-    act: Tensor,
-    pre: Tensor,
-    bias: Tensor | None,
-    *,
-    weight_on_input: bool,
-    activation: str,
-    act_in_steps: bool,
-) -> None:
+def gate_up(x: Tensor, weight: Packed, order: ExpertOrder, result: Activated) -> None:
     """gate_up of x [T, K]; arguments as of `packed_products.gate_up`."""
-    width, inner = act.shape[1], weight.shape[1] // 2
+    width, inner = result.act.shape[1], weight.shape[1] // 2
     columns = cdiv(width, ROWS)
     start = _gate_up(
-        activation=activation, **_sizes(weight, order, inner, 2 * ROWS * columns),
-        weight_on_input=weight_on_input, save_pre=pre.numel() > 0, act_in_steps=act_in_steps,
-        act_width=width,
+        activation=result.activation, **_sizes(weight, order, inner, 2 * ROWS * columns),
+        weight_on_input=result.weight_on_input, save_pre=result.pre.numel() > 0,
+        act_in_steps=result.in_steps, act_width=width,
     )  # fmt: skip
     x = in_steps(x, "words", gather=order)
     start(
         _programs(x, order, columns), *_operands(x, weight, order, inner),
-        bias, slot_weight, act, pre,
+        result.bias, result.slot_weight, result.act, result.pre,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from gluon_on_cpu import on_cpu
 
 from moe_patch import reference
 from moe_patch.kernels import chips, dgate, dw, fp8_gemm, gate_up, grouped_gemm, tiles
+from moe_patch.kernels.activate import Activated
 from moe_patch.kernels.low_rank import LowRank
 from moe_patch.kernels.tiles import ROLES, Tile
 from moe_patch.ops.grouped import sort
@@ -124,9 +125,8 @@ def test_gate_up(seed):
     activation = draw.choice(("silu None 1.0 0.0 concatenated", "silu 7.0 1.702 1.0 concatenated"))
     tile = Tile(listed, 128, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
     with on_cpu(seed) as names:
-        assert gate_up._on_hopper(
-            x, weight, rows.order, by if on_input else None, act, pre, tile, activation, update
-        )
+        result = Activated(act, pre, None, by, on_input, activation, False)
+        assert gate_up._on_hopper(x, weight, rows.order, result, tile, update)
     assert names == ["gate_up_hopper_kernel"]
     truth = updated(rows, x[rows.slot // rows.top_k], weight, update)
     assert not keep or close(pre[: rows.used], truth)
