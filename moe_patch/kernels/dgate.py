@@ -26,7 +26,7 @@ from .boxes import gluon_box, weight_box
 from .grouped_gemm import multiply_a
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
-from .tiles import ROLES, Product, Tile, choose, plan_of, without_roles
+from .tiles import ROLES, Product, Tile, choose, plan_of, portable
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import Weight, suffix, weight_dot, weight_operand
 
@@ -255,7 +255,7 @@ def dgate(
             activation, low_rank,
         ):  # fmt: skip
             return made
-        tile = without_roles(tile, product)
+        tile = portable(product)
     turned = None if scale is None else scale.mT
     operand = weight_operand(down_proj.mT, turned, tile.bn, tile.bk)  # [E, N = I, K = H]
     low = update_operand(low_rank) if low_rank else NO_UPDATE

@@ -13,7 +13,7 @@ from ..order import ExpertOrder
 from . import chips
 from .boxes import box, rows_box
 from .launch import Launch, cdiv, launches
-from .tiles import INTERPRET, ROLES, Product, Tile, choose, without_roles
+from .tiles import INTERPRET, ROLES, Product, Tile, choose, portable
 from .tiling import dot, dot_precision
 
 
@@ -157,7 +157,7 @@ def dw(
     if tile.warps == ROLES:
         if gather and _on_hopper(p, q, order, gather, out, add, tile):
             return out
-        tile = without_roles(tile, product)
+        tile = portable(product)
     q_box, tma = q, False
     if rows >= 512:  # else the masked tail is most of the loop
         q_box, tma = box(q, (tile.bk, tile.bn))

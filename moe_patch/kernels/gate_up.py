@@ -20,7 +20,7 @@ from .grouped_gemm import multiply_a
 from .in_steps import width
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
-from .tiles import ROLES, Product, Tile, choose, plan_of, without_roles
+from .tiles import ROLES, Product, Tile, choose, plan_of, portable
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import Weight, suffix, weight_dot, weight_operand
 
@@ -258,7 +258,7 @@ def gate_up(
         as_it_lies = bias is None and form == "concatenated"
         if as_it_lies and _on_hopper(x, weight, order, result, tile, low_rank):
             return act, pre
-        tile = without_roles(tile, product)
+        tile = portable(product)
     turned = form == "concatenated" and not packed and weight.stride(2) != 1
     halves = 2 if form == "concatenated" and not turned else 1
     columns = 2 * tile.bn if form == "interleaved" else tile.bn

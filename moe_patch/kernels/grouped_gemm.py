@@ -15,7 +15,7 @@ from . import chips, packed_products
 from .boxes import box, rows_box, weight_box
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
-from .tiles import ROLES, Product, Tile, choose, plan_of, without_roles
+from .tiles import ROLES, Product, Tile, choose, plan_of, portable
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import Weight, suffix, weight_dot, weight_operand
 
@@ -151,7 +151,7 @@ def grouped_gemm(
         as_it_lies = not (gather or scatter) and bias is None
         if as_it_lies and _on_hopper(x, weight, order, out, tile, low_rank):
             return out
-        tile = without_roles(tile, product)
+        tile = portable(product)
     operand = weight_operand(weight, scale, tile.bn, tile.bk)
     low = update_operand(low_rank) if low_rank else NO_UPDATE
     rows_in, x_tma = (x, False) if gather else box(x, (tile.bm, tile.bk))

@@ -170,6 +170,16 @@ def _in_little_memory(kernel: str, bm: int, rows: int) -> Tile:
 
 def heuristic(product: Product) -> Tile:
     """The tile where nothing was measured."""
+    if INTERPRET or not _has_roles(product):
+        return portable(product)
+    kernel, dtype = product.kernel, product.dtype
+    height = 128 if kernel.startswith("dw") else product.bm
+    tile = Tile(height, 128 if kernel == "gate_up" else 256, 64, ROLES, 4)
+    return fit(kernel, tile, product.n, dtype.itemsize, chips.chip(product.device).shared)
+
+
+def portable(product: Product) -> Tile:
+    """The same of the kernel for every chip, which computes what the one in hopper/ leaves."""
     kernel, bm, rows, n, _, dtype, device = product
     chip = chips.chip(device)
     if INTERPRET:
@@ -184,10 +194,6 @@ def heuristic(product: Product) -> Tile:
             bn, bk = (128 if bm == 64 else 64) // halves, 128 if chip.tma and bm < 64 else 64
             tile = Tile(bm, bn, bk, 4, 3 if bm == 128 else 4)
         return fit(kernel, tile, n, dtype.itemsize, chip.shared)
-    if _has_roles(product):
-        bn = 128 if kernel == "gate_up" else 256
-        height = 128 if kernel.startswith("dw") else bm
-        return fit(kernel, Tile(height, bn, 64, ROLES, 4), n, dtype.itemsize, chip.shared)
     if kernel.startswith("dw"):
         bm = 64 if dtype == torch.float32 or chip.small else 128
     if dtype == torch.float32:
@@ -199,6 +205,9 @@ def heuristic(product: Product) -> Tile:
     elif bm == 128:
         stages = 5 if kernel == "dw_gathered" else 4
         tile = Tile(bm, 128 if kernel == "gate_up" else 256, 64, 8, stages)
+    elif kernel == "dgate" and bm == 64 <= rows and chip.wgmma:
+        # 0.155 ms, and 0.178 with 128 columns
+        tile = Tile(bm, 256, 64, 8, 4)
     elif bm == 64:
         tile = Tile(bm, 128, 64, 4, 4)
     else:
@@ -235,14 +244,3 @@ def plan_of(tile: Tile, weight: Tensor, rank: int) -> dict[str, Any]:
         "n": n, "k": k, "right_turned": weight.stride(2) == 1, "rank": rank,
         "group_m": tile.group_m, "stages": tile.stages, "listed": tile.bm,
     }  # fmt: skip
-
-
-def without_roles(tile: Tile, product: Product) -> Tile:
-    """The tile of the kernel for every chip instead."""
-    if tile.warps != ROLES:
-        return tile
-    kernel, n, dtype, device = product.kernel, product.n, product.dtype, product.device
-    tile = replace(tile, warps=8, stages=5 if kernel.startswith("dw") else 4)
-    if tile.bm == 64 and kernel != "dgate":  # which takes 0.155 ms, and 0.178 with 128 columns
-        tile = replace(tile, bn=min(tile.bn, 128), warps=4)
-    return fit(kernel, tile, n, dtype.itemsize, chips.chip(device).shared)

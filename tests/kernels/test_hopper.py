@@ -283,6 +283,14 @@ def test_where_they_are_faster(monkeypatch, kernel, bm, rows, n, k, dtype, roles
     monkeypatch.setattr(tiles, "has_gluon", lambda: False)
     plain = tiles.heuristic(product)
     assert plain.warps != ROLES
-    if roles and not kernel.startswith("dw") and (kernel, bm) != ("dgate", 64):
-        monkeypatch.setattr(tiles, "has_gluon", lambda: True)
-        assert tiles.without_roles(tiles.heuristic(product), product) == plain
+    monkeypatch.setattr(tiles, "has_gluon", lambda: True)
+    assert tiles.portable(product) == plain, "what they leave"
+
+
+def test_64_rows_of_dgate_have_256_columns_on_hopper_alone(monkeypatch):
+    monkeypatch.setattr(tiles, "INTERPRET", False)
+    for arch, rows, columns in ((80, 64, 128), (90, 64, 256), (90, 32, 128), (100, 64, 128)):
+        found = chips.nvidia(arch, 232_448)
+        monkeypatch.setattr(chips, "chip", lambda device, found=found: found)
+        product = Product("dgate", 64, rows, 768, 2048, torch.bfloat16, CPU)
+        assert tiles.portable(product).bn == columns, (arch, rows)
