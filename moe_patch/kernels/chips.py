@@ -21,8 +21,6 @@ class Chip(NamedTuple):
     """Boxes of a tensor travel through the Tensor Memory Accelerator."""
     wgmma: bool = False
     """Products of a warpgroup, which Hopper alone has."""
-    by_warp: bool = False
-    """Products of single warps (mma.sync), whose operands and sums share the registers."""
     fp8: bool = False
     """Products of e4m3, and its conversion to other dtypes."""
 
@@ -39,7 +37,6 @@ def nvidia(capability: int, shared: int) -> Chip:
         shared,
         tma=capability >= 90 and has_tensor_descriptor(),
         wgmma=capability == 90,
-        by_warp=capability < 90 or capability >= 120,
         fp8=capability >= 89,
     )
 

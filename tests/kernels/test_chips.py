@@ -75,19 +75,19 @@ def test_each_card_of_a_mixed_machine_has_its_own_tiles(machine):
 @pytest.mark.parametrize(
     "capability, has",
     [
-        (80, {"by_warp"}),
-        (86, {"by_warp"}),
-        (89, {"by_warp", "fp8"}),
+        (80, set()),
+        (86, set()),
+        (89, {"fp8"}),
         (90, {"tma", "wgmma", "fp8"}),
         (100, {"tma", "fp8"}),
         (103, {"tma", "fp8"}),
-        (120, {"tma", "by_warp", "fp8"}),
-        (121, {"tma", "by_warp", "fp8"}),
+        (120, {"tma", "fp8"}),
+        (121, {"tma", "fp8"}),
     ],
 )
 def test_what_a_capability_has(capability, has):
     chip = chips.nvidia(capability, 101_376)
-    found = {name for name in ("tma", "wgmma", "by_warp", "fp8") if getattr(chip, name)}
+    found = {name for name in ("tma", "wgmma", "fp8") if getattr(chip, name)}
     assert found == has and chip.arch == f"sm_{capability}" and chip.small
 
 
