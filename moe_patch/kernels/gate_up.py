@@ -196,10 +196,11 @@ def _on_hopper(
         **plan_of(tile, weight, low.rank),
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
+    slot_weight = result.slot_weight if result.weight_on_input else act  # which is not read
     start(
         (min(chips.multiprocessors(x.device), tiles),),
-        x, w_box, low.side, low.b, result.slot_weight,
-        act_box, gate_box, up_box, order.num_tiles.new_zeros(1),
+        x, w_box, low.side, low.b, slot_weight, act_box, gate_box, up_box,
+        order.num_tiles.new_zeros(1),
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True
