@@ -71,7 +71,7 @@ NO_UPDATE = Operand()
 
 def update_operand(update: LowRank) -> Operand:
     """An update as kernels for every chip take it."""
-    step = min(64, max(16, power_of_two(update.rank)))
+    step = min(32, max(16, power_of_two(update.rank)))
     return Operand(Factor(update.rank, *update.b.stride(), step), Update(update.side, update.b))
 
 

@@ -22,7 +22,7 @@ PACKED = GROUPED - {"dw_kernel"} | {"unpack_kernel"}
 IN_REGISTERS = {"gate_up_packed_kernel", "gemm_packed_kernel", "in_steps_kernel"}
 FP8 = {"fp8_gemm_kernel", "quantize_kernel", "dequantize_kernel"}
 BASIC = "qwen3_30b decode"
-LINE = re.compile(r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), shared (\d+),")
+LINE = re.compile(r"(\w+) \w+ \w+ (\w+) .*: registers .*, spills ([\d,-]+), shared (\d+),")
 
 
 def elsewhere(*case):
@@ -40,7 +40,7 @@ def elsewhere(*case):
         elsewhere("sm_80 sm_86", "lora_wide lora_turned", GROUPED),
         ("sm_89", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE_4_BITS),
         elsewhere("gfx942", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE_4_BITS),
-        ("sm_120", "lora_wide fp8_dsv3", GROUPED | FP8),
+        ("sm_120", "lora lora_wide fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
             f"{BASIC} gpt_oss fp8_short nf4_short nf4_many int4_decode",
@@ -65,11 +65,11 @@ def test_compiles_ahead_of_time(chips, shapes, kernels):
     assert "SERIALISED" not in done.stdout, "ptxas serialised the tensor-core instructions"
     found = [LINE.match(line).groups() for line in done.stdout.splitlines()]
     for chip in chips.split():
-        compiled = {kernel for name, _, kernel, _, _ in found if name == chip}
+        compiled = {kernel for name, kernel, _, _ in found if name == chip}
         assert compiled >= kernels, chip
     limits = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448}
-    for chip, shape, kernel, spills, shared in found:
+    for chip, kernel, spills, shared in found:
         limit = known.amd(chip).shared if chip.startswith("gfx") else limits.get(chip, 101_376)
         assert int(shared) <= limit, (chip, kernel)
-        most = 256 if shape.startswith("lora") else 128  # bytes, outside the loop: docs/kernels.md
-        assert all(int(each) <= most for each in spills.split(",") if each != "-"), (chip, kernel)
+        # bytes, outside the loop: docs/kernels.md
+        assert all(int(each) < 128 for each in spills.split(",") if each != "-"), (chip, kernel)
