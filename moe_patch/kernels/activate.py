@@ -32,7 +32,7 @@ class Gate(NamedTuple):
 
 
 class Activated(NamedTuple):
-    """What becomes of gate_up's sums; `gate_up.gate_up` has the shapes."""
+    """Results of gate_up, and how its sums become them; `gate_up.gate_up` has the shapes."""
 
     act: Tensor
     pre: Tensor

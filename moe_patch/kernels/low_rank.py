@@ -35,12 +35,12 @@ class LowRank:
         return self.a.shape[1]
 
     def __getitem__(self, experts: slice) -> LowRank:
-        """Of these experts' weights."""
+        """The update of these experts' weights."""
         return LowRank(self.a[experts], self.b[experts], self.side)
 
 
 class Factor(NamedTuple):
-    """How kernels for every chip read B, as one constant."""
+    """Layout of B as kernels for every chip read it, as one constant."""
 
     rank: int = 0
     """R; 0: no update."""
@@ -48,7 +48,7 @@ class Factor(NamedTuple):
     stride_n: int = 0
     stride_r: int = 0
     step: int = 16
-    """So much of the rank is multiplied at a time."""
+    """Part of the rank that is multiplied at a time."""
 
 
 class Update(NamedTuple):
@@ -59,14 +59,14 @@ class Update(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """What a kernel for every chip is given of an update: the constant FACTOR, and `tensors`."""
+    """Arguments of a kernel for every chip: the constant FACTOR, and `tensors`."""
 
     factor: Factor = Factor()
     tensors: Update = Update(None, None)
 
 
 NO_UPDATE = Operand()
-"""Without one."""
+"""Arguments without an update."""
 
 
 def update_operand(update: LowRank) -> Operand:
@@ -96,7 +96,7 @@ def add_update(
 
 
 class Boxes(NamedTuple):
-    """What a kernel in hopper/ is given: boxes of `side` [S, R] and of B, or None without an
+    """Arguments of a kernel in hopper/: boxes of `side` [S, R] and of B, or None without an
     update; and B as the box has it, which has to live until the kernel is started."""
 
     rank: int = 0

@@ -21,8 +21,6 @@ from .widen import readable
 
 ROWS = 64
 """Rows of the weight in one of a tile's two blocks."""
-
-
 STAGES = 2
 """Steps that a warpgroup's ring holds; docs/kernels.md has the sweep."""
 

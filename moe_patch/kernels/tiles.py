@@ -1,4 +1,4 @@
-"""Which tile a product has: measured, or by rule.
+"""Choice of a product's tile: measured, or by rule.
 
 BM rows of one expert x BN weight columns x BK of the reduction; `stages` deep software pipeline.
 """
@@ -179,7 +179,7 @@ def heuristic(product: Product) -> Tile:
 
 
 def portable(product: Product) -> Tile:
-    """The same of the kernel for every chip, which computes what the one in hopper/ leaves."""
+    """The tile by rule of the kernel for every chip, which computes what hopper/'s leaves."""
     kernel, bm, rows, n, _, dtype, device = product
     chip = chips.chip(device)
     if INTERPRET:

@@ -1,4 +1,4 @@
-"""What grouped kernels for every chip share: constants, where a tile lies, loads, products."""
+"""Shared parts of grouped kernels for every chip: constants, places of tiles, loads, products."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     bn: int = 256
     parts: int = 2
     rank: int = 0
-    """Of a low-rank update; 0: none."""
+    """Rank of a low-rank update; 0: there is none."""
     left_turned: bool = False
     copied: bool = True
 

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     bn: int = 256
     parts: int = 2
     rank: int = 0
-    """Of a low-rank update; 0: none."""
+    """Rank of a low-rank update; 0: there is none."""
     left_turned: bool = False
     copied: bool = True
 
@@ -108,7 +108,7 @@ class Waiting(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """What writes them, for a warpgroup."""
+    """Arguments of `_write`, for a warpgroup."""
 
     result: Result
     waiting: Waiting
@@ -136,8 +136,8 @@ def _activated(
     acc, result, slot_weight, row_to_slot, first, end, column,
     ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
-    """What becomes of sums, as `Waiting` has it. The first halves of the gate and of up are
-    written, if they are kept."""
+    """Activates a tile's sums; returns the boxes of its `Waiting`. The first halves of the gate and
+    of up are written, if they are kept."""
     dtype: gl.constexpr = result.act.dtype
     gates, ups = in_halves(acc)
     gate, gate_2 = in_halves(gates)

@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     bn: int = 256
     parts: int = 2
     rank: int = 0
-    """Of a low-rank update; 0: none."""
+    """Rank of a low-rank update; 0: there is none."""
     left_turned: bool = False
     copied: bool = False
 
@@ -73,7 +73,7 @@ class Waiting(NamedTuple):
     """Sums of a tile that are written beside the next one's products."""
 
     quarters: Any
-    """Of its columns, [64, 64] each, rounded."""
+    """Four parts of its columns, [64, 64] each, rounded."""
     first: Any
     end: Any
     """The row after its expert's last; 0 if there are no sums."""
@@ -81,7 +81,7 @@ class Waiting(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """What writes them: to boxes of `out`, by way of a warpgroup's part of `staged`."""
+    """Arguments of `_write`: to boxes of `out`, by way of a warpgroup's part of `staged`."""
 
     out: Any
     staged: Any

@@ -23,8 +23,7 @@ def _by_quads(rows, columns):
 @gluon.jit
 def _at(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
     """(pointers to rows m0 ... of `out`, ROW elements apart, which of them are before row m_end and
-    column n_end), as sums are
-    stored there."""
+    column n_end), in the layout in which sums are stored there."""
     WIDE: gl.constexpr = out.dtype.element_ty.primitive_bitwidth > 16
     by: gl.constexpr = sums.type.layout if WIDE else _by_quads(sums.shape[0], sums.shape[1])
     m = m0 + gl.arange(0, sums.shape[0], gl.SliceLayout(1, by))

@@ -34,21 +34,21 @@ class Turns(NamedTuple):
     taken: Any
     """How many turns are taken, besides the first of every program; in global memory."""
     slot: Any
-    """Two of a Place."""
+    """Memory for two Places."""
     full: Any
     empty: Any
 
 
 class Place(NamedTuple):
-    """Where a tile lies."""
+    """Position of a tile."""
 
     expert: Any
     first: Any
-    """Its first row."""
+    """The tile's first row."""
     end: Any
     """The row after its expert's last; 0: no tile."""
     column: Any
-    """Which of the column tiles it is."""
+    """Number of the column tile."""
 
 
 @gluon.constexpr_function

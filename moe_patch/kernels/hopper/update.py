@@ -21,10 +21,10 @@ async_load = gluon_load()
 
 
 class Update(NamedTuple):
-    """Its boxes; None without one."""
+    """Boxes of an update; None without one."""
 
     side: Any
-    """Of rows of x A^T [S, rank], [64, 64]."""
+    """Rows of x A^T [S, rank], [64, 64]."""
     b: Any
     """[columns, 64] of B as [E * N, rank]; beside a weight whose columns are contiguous, of rows of
     B as [E * rank, N], [64, columns]."""
