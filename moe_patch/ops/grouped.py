@@ -309,6 +309,25 @@ def _group_order(offsets: Tensor, num_rows: int, block_m: int) -> Tensor:
     return buffer
 
 
+def _check_factors(x: Tensor, weight: Tensor, weight_scale_inv: Tensor | None) -> None:
+    """Raises where x [rows, K] and a weight [E, N, K] cannot be multiplied."""
+    if weight.dim() != 3 or x.dim() != 2 or x.shape[1] != weight.shape[2]:
+        raise ValueError(
+            f"grouped_gemm takes x [rows, K] and weight [E, N, K], found {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}."
+        )
+    scaled = weight_scale_inv is not None or weight.dtype == E4M3
+    if scaled:
+        check_scaled("weight", weight, weight_scale_inv, "weight_scale_inv")
+    if x.dtype not in DTYPES or not scaled and x.dtype != weight.dtype:
+        raise TypeError(
+            f"x is {x.dtype} and weight {weight.dtype}: both must be the same one of bfloat16, "
+            "float16 and float32, or the weight float8_e4m3fn with scales."
+        )
+    if x.device != weight.device:
+        raise ValueError(f"x is on {x.device} and weight on {weight.device}.")
+
+
 def grouped_gemm(
     x: Tensor,
     weight: Tensor,
@@ -359,21 +378,7 @@ def grouped_gemm(
         raise ValueError("pass one of order, m_sizes and offsets: it says which rows are whose.")
     if order is None and (gather or scatter):
         raise ValueError("gather and scatter permute by an order: pass one, from expert_order.")
-    if weight.dim() != 3 or x.dim() != 2 or x.shape[1] != weight.shape[2]:
-        raise ValueError(
-            f"grouped_gemm takes x [rows, K] and weight [E, N, K], found {tuple(x.shape)} and "
-            f"{tuple(weight.shape)}."
-        )
-    scaled = weight_scale_inv is not None or weight.dtype == E4M3
-    if scaled:
-        check_scaled("weight", weight, weight_scale_inv, "weight_scale_inv")
-    if x.dtype not in DTYPES or not scaled and x.dtype != weight.dtype:
-        raise TypeError(
-            f"x is {x.dtype} and weight {weight.dtype}: both must be the same one of bfloat16, "
-            "float16 and float32, or the weight float8_e4m3fn with scales."
-        )
-    if x.device != weight.device:
-        raise ValueError(f"x is on {x.device} and weight on {weight.device}.")
+    _check_factors(x, weight, weight_scale_inv)
     require(x.device)
     if order is None:
         order = group_order(m_sizes, offsets, x.shape[0], weight)
