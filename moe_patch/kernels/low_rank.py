@@ -111,10 +111,10 @@ def update_boxes(update: LowRank | None, weight: Tensor, columns: int) -> Boxes 
     if update is None:
         return Boxes()
     side, rank, turned = update.side, update.rank, weight.stride(2) == 1
-    if rank % 8:
+    side_box = rows_box(side.data_ptr(), side.dtype, (len(side), rank), (64, 64))
+    if side_box is None:  # a rank that is not a multiple of 8
         return None
     b = (update.b if turned else update.b.mT).contiguous()
     shape, block = (b.shape[0] * b.shape[1], b.shape[2]), (columns, 64) if turned else (64, columns)
     b_box = (gluon_box if turned else rows_box)(b.data_ptr(), b.dtype, shape, block)
-    side_box = rows_box(side.data_ptr(), side.dtype, (len(side), rank), (64, 64))
-    return None if b_box is None or side_box is None else Boxes(rank, side_box, b_box, b)
+    return None if b_box is None else Boxes(rank, side_box, b_box, b)

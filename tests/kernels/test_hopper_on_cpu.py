@@ -109,6 +109,23 @@ def test_gemm(seed):
     assert close(out[: rows.used], truth) and bool((out[rows.used :] == 7).all())
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rank", [4, 20])
+def test_a_rank_that_no_box_takes_is_left(rank, turned):
+    rows = Rows(random.Random(0), 128)
+
+    def zeros(*size):
+        return torch.zeros(*size, dtype=DTYPE)
+
+    x, weight = zeros(rows.slots, 256), zeros(rows.experts, 256, 256)
+    a, b, side = zeros(rows.experts, rank, 256), zeros(rows.experts, 256, rank), zeros(len(x), rank)
+    weight = weight if turned else weight.mT
+    with on_cpu() as names:
+        tile, update = Tile(128, 256, 64, ROLES, 4), LowRank(a, b, side)
+        assert not grouped_gemm._on_hopper(x, weight, rows.order, x.clone(), tile, update)
+    assert not names
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_gate_up(seed):
     draw = random.Random(100 + seed)
