@@ -92,7 +92,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 def place(
     at, tile_expert, tile_row, ends,
     NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
-    LISTED: tl.constexpr = 0,
+    LISTED: tl.constexpr = 0, EVEN: tl.constexpr = False,
 ):  # fmt: skip
     """(expert, first row, the row after its last, column tile) of a program.
 
@@ -101,7 +101,8 @@ def place(
     groups. M_MAX > 0: masked, with expert e's rows from e * M_MAX on and their count in `ends`,
     clamped to it; else tiles are listed, and `ends` are an order's expert_offsets. LISTED > 0: they
     are listed for tiles of so many rows, BM or fewer. A program that higher tiles leave over has no
-    rows: its first is the expert's end.
+    rows: its first is the expert's end. EVEN: an expert's tiles have equally many rows (but for
+    multiples of 8), not BM each and the last what is left; rows end with the tile's own.
     """
     if M_MAX > 0:
         NUM_M: tl.constexpr = (M_MAX + BM - 1) // BM
@@ -129,10 +130,16 @@ def place(
             height = tl.minimum(height, tiles - above)
             if LISTED > 0:
                 height = tl.maximum(height, 1)
-            first = begin + (above + local % height) * BM
+            own = BM
+            if EVEN:
+                eighths = tl.maximum(tiles, 1) * 8
+                own = (end - begin + eighths - 1) // eighths * 8
+            first = begin + (above + local % height) * own
             if LISTED > 0:
                 first = tl.where(left_over, end, first)
             column = local // height
+            if EVEN:
+                end = tl.minimum(end, first + own)
     return expert, first, end, column
 
 

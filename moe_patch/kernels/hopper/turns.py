@@ -86,12 +86,17 @@ def take(turns):
 @gluon.jit
 def tell(turns, turn, at, tiles, PLAN: gl.constexpr):
     """Tells which tile the program's `turn` is: that of turn `at` of all, or of the next that has
-    rows. The row after the last is 0 if there is none."""
+    rows. The row after the last is 0 if there is none.
+
+    Over a long reduction a program whose tile is short would overtake others, and begin its next
+    tile long before those that share a weight with it: so tiles are equally high there.
+    """
+    EVEN: gl.constexpr = PLAN.k > 2048
     expert, first, end, column = 0, 0, 0, 0
     while at < tiles.total:
         expert, first, end, column = place(
             at, tiles.tile_expert, tiles.tile_row, tiles.expert_offsets,
-            column_tiles(PLAN), 0, PLAN.bm, PLAN.group_m, PLAN.listed,
+            column_tiles(PLAN), 0, PLAN.bm, PLAN.group_m, PLAN.listed, EVEN,
         )  # fmt: skip
         if first < end:
             at = tiles.total
