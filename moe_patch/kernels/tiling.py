@@ -101,8 +101,9 @@ def place(
     groups. M_MAX > 0: masked, with expert e's rows from e * M_MAX on and their count in `ends`,
     clamped to it; else tiles are listed, and `ends` are an order's expert_offsets. LISTED > 0: they
     are listed for tiles of so many rows, BM or fewer. A program that higher tiles leave over has no
-    rows: its first is the expert's end. EVEN: an expert's tiles have equally many rows (but for
-    multiples of 8), not BM each and the last what is left; rows end with the tile's own.
+    rows: its first is the expert's end. The row after the last is the expert's; with EVEN, for
+    listed tiles of 64 rows and more, the tile's own: of an expert's rows each tile has an equal
+    share, in multiples of 8, instead of BM, and its last tile what is left.
     """
     if M_MAX > 0:
         NUM_M: tl.constexpr = (M_MAX + BM - 1) // BM
@@ -130,16 +131,15 @@ def place(
             height = tl.minimum(height, tiles - above)
             if LISTED > 0:
                 height = tl.maximum(height, 1)
-            own = BM
+            share = BM
             if EVEN:
-                eighths = tl.maximum(tiles, 1) * 8
-                own = (end - begin + eighths - 1) // eighths * 8
-            first = begin + (above + local % height) * own
+                share = (end - begin + 8 * tiles - 1) // (8 * tiles) * 8
+            first = begin + (above + local % height) * share
             if LISTED > 0:
                 first = tl.where(left_over, end, first)
             column = local // height
             if EVEN:
-                end = tl.minimum(end, first + own)
+                end = tl.minimum(end, first + share)
     return expert, first, end, column
 
 

@@ -103,7 +103,7 @@ class Waiting(NamedTuple):
     the gate and of up."""
     first: Any
     end: Any
-    """The row after its expert's last; 0 if there are none."""
+    """The end of its Place; 0 if there are none."""
     column: Any
 
 

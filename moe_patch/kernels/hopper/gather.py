@@ -41,7 +41,7 @@ def tokens_of(PLAN: gl.constexpr):
 
 @gluon.jit
 def find_tokens(operands, turn, place, PLAN: gl.constexpr):
-    """Keeps which rows of x a tile's are; past the expert's end: none, -1."""
+    """Keeps which rows of x a tile's are; past its end: none, -1."""
     PARTS: gl.constexpr = PLAN.parts
     local = gl.arange(0, 64, gl.SliceLayout(1, rows_layout()))
     for part in gl.static_range(PARTS):

@@ -1,7 +1,7 @@
 """grouped_gemm for Hopper: rows in expert order, as they lie, and weights of their dtype.
 
 A tile is 128 rows of one expert by 256 columns. One warpgroup loads it through TMA, two multiply 64
-rows each. Where all 64 are past the expert's end, they are neither loaded nor multiplied. As many
+rows each. Where all 64 are past the tile's end, they are neither loaded nor multiplied. As many
 programs as the chip has multiprocessors share the tiles: whoever is free takes the next, so that
 the tiles at work lie close together and their operands in the L2 cache.
 """
@@ -76,7 +76,7 @@ class Waiting(NamedTuple):
     """Four parts of its columns, [64, 64] each, rounded."""
     first: Any
     end: Any
-    """The row after its expert's last; 0 if there are no sums."""
+    """The end of its Place; 0 if there are no sums."""
     column: Any
 
 

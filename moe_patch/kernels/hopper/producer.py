@@ -31,8 +31,8 @@ def _fill(
     operands, ring, step, turn, place,
     BRING: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Brings FROM ... TO of a tile's reduction, without parts past the expert's end; returns the
-    step after it."""
+    """Brings FROM ... TO of a tile's reduction, without parts past its end; returns the step
+    after it."""
     PARTS: gl.constexpr = PLAN.parts
     parts = (gl.minimum(place.end - place.first, PLAN.bm) + 63) // 64
     for count in gl.static_range(1, PARTS + 1):

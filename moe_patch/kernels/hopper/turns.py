@@ -46,7 +46,7 @@ class Place(NamedTuple):
     first: Any
     """The tile's first row."""
     end: Any
-    """The row after its expert's last; 0: no tile."""
+    """The row after the tile's last, or after its expert's, which may be further; 0: no tile."""
     column: Any
     """Number of the column tile."""
 
@@ -89,7 +89,7 @@ def tell(turns, turn, at, tiles, PLAN: gl.constexpr):
     rows. The row after the last is 0 if there is none.
 
     Over a long reduction a program whose tile is short would overtake others, and begin its next
-    tile long before those that share a weight with it: so tiles are equally high there.
+    tile long before those that share a weight with it: so an expert's tiles are equally high there.
     """
     EVEN: gl.constexpr = PLAN.k > 2048
     expert, first, end, column = 0, 0, 0, 0
@@ -128,7 +128,7 @@ def own(turns, turn):
 
 @gluon.jit
 def told(turns, turn):
-    """(first row, the row after the expert's last, column tile), for the others."""
+    """(first row, end, column tile) of a turn's Place, for the others."""
     mbarrier.wait(turns.full.index(turn % 2), (turn // 2) & 1)
     _, first, end, column = own(turns, turn)
     mbarrier.arrive(turns.empty.index(turn % 2), count=1)
