@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -18,11 +19,11 @@ from moe_patch.order import ExpertOrder
 def places_kernel(
     out, tile_expert, tile_row, ends,
     NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
-    LISTED: tl.constexpr,
+    LISTED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
     expert, first, end, column = place(
-        at, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M, LISTED
+        at, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M, LISTED, EVEN
     )
     tl.store(out + 4 * at, expert)
     tl.store(out + 4 * at + 1, first)
@@ -30,10 +31,11 @@ def places_kernel(
     tl.store(out + 4 * at + 3, column)
 
 
-def places(count, tile_expert, tile_row, ends, LISTED=0, **sizes):
+def places(count, tile_expert, tile_row, ends, LISTED=0, EVEN=False, **sizes):
     out = torch.full((max(count, 1), 4), -1, dtype=torch.int32, device=ends.device)
     if count:
-        places_kernel[(count,)](out, tile_expert, tile_row, ends, LISTED=LISTED, **sizes)
+        more = {"LISTED": LISTED, "EVEN": EVEN}
+        places_kernel[(count,)](out, tile_expert, tile_row, ends, **more, **sizes)
     return [tuple(row) for row in out[:count].tolist()]
 
 
@@ -104,6 +106,30 @@ def test_tiles_higher_than_listed(number, device):
     assert sorted(place for place in found if place[1] < place[2]) == sorted(wanted)
     assert all(place[1] <= place[2] for place in found)
     assert [place[0] for place in found] == sorted(place[0] for place in found)
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_even_tiles(number, device):
+    """No more tiles than otherwise, one after the other, equally high but for rounding."""
+    draw = random.Random(number)
+    listed, bm = draw.choice(((64, 128), (128, 128), (64, 192)))
+    columns, group_m = draw.randint(1, 5), draw.choice((1, 2, 8))
+    sizes, order = random_order(draw, listed, device)
+    found = places(
+        int(order.num_tiles) * columns, order.tile_expert, order.tile_row, order.expert_offsets,
+        NUM_N=columns, M_MAX=0, BM=bm, GROUP_M=group_m, LISTED=listed, EVEN=True,
+    )  # fmt: skip
+    ends = order.expert_offsets.tolist()
+    for expert, column in itertools.product(range(len(sizes)), range(columns)):
+        tiles = sorted(p[1:3] for p in found if (p[0], p[3]) == (expert, column) and p[1] < p[2])
+        count = -(-sizes[expert] // bm)
+        assert len(tiles) == count
+        edges = [ends[expert], *(end for _, end in tiles)]
+        assert [first for first, _ in tiles] == edges[:-1] and edges[-1] == ends[expert + 1]
+        *others, last = [end - first for first, end in tiles] or [0]
+        assert all(height == others[0] <= bm and height % 8 == 0 for height in others)
+        assert not others or 0 <= others[0] - last < 8 * count
+    assert all(place[1] <= place[2] for place in found)
 
 
 def test_masked_rows(device):
