@@ -217,9 +217,8 @@ def portable(product: Product) -> Tile:
 
 def _has_roles(product: Product) -> bool:
     """Whether a kernel in hopper/ is faster, as at every size that was measured: 64 to 4096 rows an
-    expert. Left out: fewer steps than its ring has stages, and long reductions, on whose way
-    programs drift apart (gate_up and dgate, tiles of 128 rows) or of which there are few (gemm, of
-    64)."""
+    expert. Left out: fewer steps than its ring has stages, and long reductions where it is not
+    (dgate, tiles of 128 rows) or of which there are few (gemm, of 64)."""
     kernel, bm, rows, n, k, dtype, device = product
     if not chips.chip(device).wgmma or dtype.itemsize != 2 or not has_gluon():
         return False
@@ -230,7 +229,7 @@ def _has_roles(product: Product) -> bool:
     if bm < 64 or k % 64 or k < 256:
         return False
     if kernel == "gate_up":
-        return n >= 128 and (bm == 64 or k < 6144)
+        return n >= 128
     if kernel == "dgate":
         return n >= 256 and (bm == 64 or k < 6144)
     return kernel == "gemm" and n >= 256 and (bm == 128 or k <= 4096)

@@ -101,9 +101,9 @@ def place(
     groups. M_MAX > 0: masked, with expert e's rows from e * M_MAX on and their count in `ends`,
     clamped to it; else tiles are listed, and `ends` are an order's expert_offsets. LISTED > 0: they
     are listed for tiles of so many rows, BM or fewer. A program that higher tiles leave over has no
-    rows: its first is the expert's end. The row after the last is the expert's; with EVEN, for
-    listed tiles of 64 rows and more, the tile's own: of an expert's rows each tile has an equal
-    share, in multiples of 8, instead of BM, and its last tile what is left.
+    rows: its first is its end. The row after the last is the expert's; with EVEN, for
+    listed tiles of 64 rows and more, the tile's own: an expert's rows are dealt evenly to its tiles
+    instead of by BM, and the first ones have one more where they do not divide.
     """
     if M_MAX > 0:
         NUM_M: tl.constexpr = (M_MAX + BM - 1) // BM
@@ -131,15 +131,16 @@ def place(
             height = tl.minimum(height, tiles - above)
             if LISTED > 0:
                 height = tl.maximum(height, 1)
-            share = BM
-            if EVEN:
-                share = (end - begin + 8 * tiles - 1) // (8 * tiles) * 8
-            first = begin + (above + local % height) * share
-            if LISTED > 0:
-                first = tl.where(left_over, end, first)
+            tile = above + local % height
             column = local // height
             if EVEN:
-                end = tl.minimum(end, first + share)
+                share, odd = (end - begin) // tiles, (end - begin) % tiles
+                first = begin + tile * share + tl.minimum(tile, odd)
+                end = first + share + (tile < odd).to(tl.int32)
+            else:
+                first = begin + tile * BM
+            if LISTED > 0:
+                first = tl.where(left_over, end, first)
     return expert, first, end, column
 
 

@@ -43,6 +43,19 @@ def _fill(
     return step + (TO - FROM + BK - 1) // BK
 
 
+@gluon.constexpr_function
+def _asked_at(plan):
+    """Where in a tile's reduction the producer asks for the next tile: once the ring is full, since
+    there is time then.
+
+    A program that asks early holds its next tile long before it begins it, while others take that
+    tile's neighbours and begin at once. So where the reduction is long it asks 16 steps before the
+    end. Where rows are to be found by token first, that gained nothing.
+    """
+    late = plan.k > 32 * 64 and not plan.copied
+    return plan.k - 16 * 64 if late else min(plan.stages * 64, plan.k)
+
+
 @gluon.jit
 def produce(
     operands, update, tiles, ring, turns, FIND: gl.constexpr, BRING: gl.constexpr,
@@ -50,17 +63,16 @@ def produce(
 ):  # fmt: skip
     """Fills the ring. `FIND(operands, turn, place, PLAN)` prepares a tile before its turn;
     BRING_UPDATE is a BRING of a low-rank update."""
-    FILLED: gl.constexpr = min(PLAN.stages * BK, PLAN.k)
+    ASKED: gl.constexpr = _asked_at(PLAN)
     step, turn = 0, 0
     tell(turns, 0, gl.program_id(0), tiles, PLAN)
     place = own(turns, 0)
     FIND(operands, 0, place, PLAN)
     while place.end > 0:
-        step = _fill(operands, ring, step, turn, place, BRING, 0, FILLED, PLAN)
-        # the ring is full: there is time to ask for the next tile
+        step = _fill(operands, ring, step, turn, place, BRING, 0, ASKED, PLAN)
         tell(turns, turn + 1, take(turns), tiles, PLAN)
         FIND(operands, turn + 1, own(turns, turn + 1), PLAN)
-        step = _fill(operands, ring, step, turn, place, BRING, FILLED, PLAN.k, PLAN)
+        step = _fill(operands, ring, step, turn, place, BRING, ASKED, PLAN.k, PLAN)
         if PLAN.rank > 0:
             step = _fill(update, ring, step, turn, place, BRING_UPDATE, 0, PLAN.rank, PLAN)
         turn += 1
