@@ -174,7 +174,7 @@ def heuristic(product: Product) -> Tile:
         return portable(product)
     kernel, dtype = product.kernel, product.dtype
     height = 128 if kernel.startswith("dw") else product.bm
-    tile = Tile(height, 128 if kernel == "gate_up" else 256, 64, ROLES, 4)
+    tile = Tile(height, 128 if kernel == "gate_up" else 256, 64, ROLES, 4, group_m=16)
     return fit(kernel, tile, product.n, dtype.itemsize, chips.chip(product.device).shared)
 
 
@@ -217,8 +217,8 @@ def portable(product: Product) -> Tile:
 
 def _has_roles(product: Product) -> bool:
     """Whether a kernel in hopper/ is faster, as at every size that was measured: 64 to 4096 rows an
-    expert. Left out: fewer steps than its ring has stages, and long reductions where it is not
-    (dgate, tiles of 128 rows) or of which there are few (gemm, of 64)."""
+    expert. Left out: fewer steps than its ring has stages, and long reductions of gemm of which
+    there are few (tiles of 64 rows)."""
     kernel, bm, rows, n, k, dtype, device = product
     if not chips.chip(device).wgmma or dtype.itemsize != 2 or not has_gluon():
         return False
@@ -228,11 +228,10 @@ def _has_roles(product: Product) -> bool:
         return n >= 256
     if bm < 64 or k % 64 or k < 256:
         return False
-    if kernel == "gate_up":
-        return n >= 128
-    if kernel == "dgate":
-        return n >= 256 and (bm == 64 or k < 6144)
-    return kernel == "gemm" and n >= 256 and (bm == 128 or k <= 4096)
+    if kernel == "gemm" and bm == 64 and k > 4096:
+        return False
+    columns = {"gate_up": 128, "gemm": 256, "dgate": 256}
+    return kernel in columns and n >= columns[kernel]
 
 
 def plan_of(tile: Tile, weight: Tensor, rank: int) -> dict[str, Any]:

@@ -89,6 +89,18 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 @triton.jit
+def in_groups(at, tiles, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """(row tile, column tile) of number `at` of `tiles` x NUM_N: equally high groups of about
+    GROUP_M row tiles walk the columns side by side. One past the last has any."""
+    groups = tl.maximum((tiles + GROUP_M // 2) // GROUP_M, 1)
+    height = (tiles + groups - 1) // groups
+    above = at // (height * NUM_N) * height
+    at = at % (height * NUM_N)
+    height = tl.maximum(tl.minimum(height, tiles - above), 1)
+    return above + at % height, at // height
+
+
+@triton.jit
 def place(
     at, tile_expert, tile_row, ends,
     NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
@@ -122,17 +134,9 @@ def place(
         else:
             begin = tl.load(ends + expert)
             tiles = (end - begin + BM - 1) // BM
-            groups = tl.maximum((tiles + GROUP_M // 2) // GROUP_M, 1)
-            height = (tiles + groups - 1) // groups
             local = at - (listed - (row - begin) // (LISTED or BM)) * NUM_N
             left_over = local >= tiles * NUM_N
-            above = local // (height * NUM_N) * height
-            local = local % (height * NUM_N)
-            height = tl.minimum(height, tiles - above)
-            if LISTED > 0:
-                height = tl.maximum(height, 1)
-            tile = above + local % height
-            column = local // height
+            tile, column = in_groups(local, tiles, NUM_N, GROUP_M)
             if EVEN:
                 share, odd = (end - begin) // tiles, (end - begin) % tiles
                 first = begin + tile * share + tl.minimum(tile, odd)

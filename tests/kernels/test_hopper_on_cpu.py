@@ -158,11 +158,14 @@ def test_dw(seed):
     draw = random.Random(200 + seed)
     rows = Rows(draw, 128)
     m, n = 8 * draw.randint(1, 50), 8 * draw.randint(1, 50)
+    turned = draw.random() < 0.5
+    if draw.random() < 0.3:  # more row tiles than walk side by side
+        m, n = (m, 3504) if turned else (3504, n)
     p, q = torch.randn(rows.tokens, m).to(DTYPE), torch.randn(rows.slots, n).to(DTYPE)
     q[rows.used :] = float("nan")
     add, kind = draw.random() < 0.3, draw.choice((DTYPE, DTYPE, torch.float32))
     start = torch.randn(rows.experts, m, n).to(kind)
-    out = start.mT.contiguous().mT if draw.random() < 0.5 else start.clone()
+    out = start.mT.contiguous().mT if turned else start.clone()
     tile = Tile(128, 256, 64, ROLES, draw.choice((2, 3, 4)))
     with on_cpu(seed) as names:
         assert dw._on_hopper(p, q, rows.order, rows.top_k, out, add, tile)

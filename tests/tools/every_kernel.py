@@ -191,6 +191,8 @@ def cases() -> Iterator[Callable[[], None]]:
         for transposed in layouts:
             yield partial(whole, size, dtype, transposed)
         yield partial(products, size, dtype)
+    for transposed in layouts:  # long reductions, and many row tiles of a gradient
+        yield partial(whole, (300, 3584, 1152, 2, 1), torch.bfloat16, transposed)
     for router in ((40, 256, 8, 8, 4), (7, 60, 6, 5, 2)):
         yield partial(grouped_router, *router)
     for size, act, transposed in itertools.product(SIZES[:4], FORMS, layouts):

@@ -15,11 +15,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...compat import gluon_copy
+from ..tiling import in_groups
 from .ring import BK, multiply, ring_of, wait_empty
 from .rows import load_rows
 from .stores import added, in_quarters, staged_for, store, store_box
 
 copy = gluon_copy()
+GROUP_M = gl.constexpr(12)
+"""Row tiles that walk the columns side by side: with as many columns as 132 programs have then,
+they read the least."""
 
 
 class Plan(NamedTuple):
@@ -76,10 +80,10 @@ def _place(at, expert_offsets, PLAN: gl.constexpr):
     NUM_M: gl.constexpr = (PLAN.m + PLAN.bm - 1) // PLAN.bm
     NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
     expert = at // (NUM_M * NUM_N)
-    local = at % (NUM_M * NUM_N)
+    tile, column = in_groups(at % (NUM_M * NUM_N), NUM_M, NUM_N, GROUP_M)
     begin = gl.load(expert_offsets + expert)
     end = gl.load(expert_offsets + expert + 1)
-    return expert, begin, end, local % NUM_M * PLAN.bm, local // NUM_M * PLAN.bn
+    return expert, begin, end, tile * PLAN.bm, column * PLAN.bn
 
 
 @gluon.jit
