@@ -40,7 +40,6 @@ LOOKS_LIKE_MOE = re.compile(r"(Experts|M[oO][eE](Block)?)$")
 SUPPORTED = "experts with transformers' @use_experts_implementation and Llama4TextMoe"
 _WRAPPERS = {"base_layer", "original_module", "module", FSDP_WRAPPED, ORIG_MOD}
 """Where PEFT, FSDP and torch.compile keep the module that they wrap."""
-_ROUTER = re.compile(r"(Router|Gate)$")
 _METHOD = "quantization_method"
 """Attribute that transformers gives a model that it quantised while loading it."""
 _patching = threading.RLock()
@@ -327,7 +326,7 @@ def _why_left_out(module: nn.Module) -> str | None:
     cls = plain_class(module)
     fused: Any = _fused_class(module)
     if fused is None:
-        is_router = _ROUTER.search(cls.__name__) and cls.__module__.startswith("transformers.")
+        is_router = routers.is_router_class(cls) and cls.__module__.startswith("transformers.")
         return routers.why_not(cls) if is_router else None
     if cls is not fused and replaced_forward(module):
         return "its forward was replaced on the instance, and that runs: patch before that"
