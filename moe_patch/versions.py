@@ -16,7 +16,7 @@ from .notices import warn_once
 TESTED = {
     "torch": ((2, 11), (2, 15)),
     "triton": ((3, 6), (3, 9)),
-    "transformers": ((5, 17), (5, 23)),
+    "transformers": ((5, 17), (5, 24)),
 }
 """The oldest and the newest minor version of each."""
 

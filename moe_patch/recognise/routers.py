@@ -140,8 +140,11 @@ RULES = (
         lambda r: _groups(r, renormalize=True, scale=r.routed_scaling_factor, group_fill=0.0),
         product="float32", weights="float32",
     ),
-    # softmax: Qwen2-MoE and its heirs, Qwen3.5, Mixtral, Jamba
+    # softmax: Qwen2-MoE and its heirs, LaraMini, Qwen3.5, Mixtral, Jamba
     Rule(lambda r: {"renormalize": r.norm_topk_prob}),
+    Rule(
+        lambda r: {"renormalize": r.norm_topk_prob}, product="float32", weights="hidden_states"
+    ),
     Rule(_softmax),
     Rule(_softmax, weights="float32"),
     Rule(lambda r: {}, weights="hidden_states", flat=False),

@@ -18,6 +18,10 @@ SMOOTH = {  # of steps in a function one near-tie decides a gradient
     "step3p7": {"swiglu_limits": [None, 7.0]},  # no value is clamped
 }
 ONE_DTYPE = {"deepseek_v4"}  # loaded in two, transformers 5.17 cannot multiply them
+FLOOR = {  # of gradients, absolute: a norm takes most of hc_head's away again, and Hugging Face's
+    # own are that far from float64's
+    "hy_v4_vl": 4e-9,
+}
 every_family = pytest.mark.parametrize("family", [f for f in FAMILIES if f not in UNFUSED])
 
 
@@ -52,7 +56,7 @@ def test_patched_as_unpatched(family, device, ran):
     torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5 * float(expected.abs().max()))
     assert grads.keys() == expected_grads.keys()
     for name, grad in expected_grads.items():
-        atol = 1e-4 * float(grad.abs().max()) + 1e-9
+        atol = 1e-4 * float(grad.abs().max()) + FLOOR.get(family, 1e-9)
         torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=atol)
     assert torch.equal(generate(model, family, ids), tokens)
     moe_patch.unpatch(model)

@@ -43,7 +43,8 @@ OTHERS = {
     "qwen3_omni_moe", "qwen3_vl_moe", "qwen4_exp", "step3p7",
 }  # fmt: skip
 LATER = {  # of transformers after 5.17
-    "aria", "bailing_hybrid", "beam", "dots3_note", "jamba", "mistral_large4", "unlimited_ocr",
+    "aria", "bailing_hybrid", "beam", "dots3_note", "hy_v4_vl", "jamba", "lara_mini",
+    "mistral_large4", "unlimited_ocr",
 }  # fmt: skip
 
 

@@ -44,6 +44,8 @@ MORE = {  # what a family needs besides
     "gemma4": {"enable_moe_block": True},
     "flint": {"mlp_only_layers": [0]},
     "glm4v_moe": {"rope_parameters": _rope(mrope_section=[4, 2, 2])},
+    "hy_v4_vl": {"rope_parameters": _rope(mrope_section=[4, 2, 2])},
+    **dict.fromkeys(("inkling2", "inkling2_loop"), {"unpadded_vocab_size": 96}),
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 8},
     "llama4": {"moe_layers": [0, 1], "intermediate_size_mlp": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
