@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ...compat import gluon_load
 from .ring import BK, wait_empty
-from .turns import own, take, tell
+from .turns import is_long, own, take, tell
 
 async_load = gluon_load()
 
@@ -45,14 +45,14 @@ def _fill(
 
 @gluon.constexpr_function
 def _asked_at(plan):
-    """Where in a tile's reduction the producer asks for the next tile: once the ring is full, since
-    there is time then.
+    """Position in a tile's reduction at which the producer asks for the next tile: once the ring is
+    full, since there is time then.
 
     A program that asks early holds its next tile long before it begins it, while others take that
     tile's neighbours and begin at once. So where the reduction is long it asks 16 steps before the
     end. Where rows are to be found by token first, that gained nothing.
     """
-    late = plan.k > 32 * 64 and not plan.copied
+    late = is_long(plan.k) and not plan.copied
     return plan.k - 16 * 64 if late else min(plan.stages * 64, plan.k)
 
 

@@ -57,6 +57,13 @@ def column_tiles(plan):
     return (plan.n + plan.bn - 1) // plan.bn
 
 
+@gluon.constexpr_function
+def is_long(k):
+    """Whether programs may drift so far apart on the way of a reduction over k that a weight which
+    they share leaves the L2 cache between them."""
+    return k > 2048
+
+
 @gluon.jit
 def tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr):
     """Tiles of a product."""
@@ -91,7 +98,7 @@ def tell(turns, turn, at, tiles, PLAN: gl.constexpr):
     Over a long reduction a program whose tile is short would overtake others, and begin its next
     tile long before those that share a weight with it: so an expert's tiles are equally high there.
     """
-    EVEN: gl.constexpr = PLAN.k > 2048
+    EVEN: gl.constexpr = is_long(PLAN.k)
     expert, first, end, column = 0, 0, 0, 0
     while at < tiles.total:
         expert, first, end, column = place(
