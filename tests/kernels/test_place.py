@@ -85,18 +85,24 @@ def test_listed_rows(number, device):
         assert all(height <= group_m + group_m // 2 for height in heights)
 
 
-@pytest.mark.parametrize("number", range(40))
-def test_tiles_higher_than_listed(number, device):
-    """Every high tile once, in groups, and programs that are left over have no rows."""
+def high_tiles(number, device, EVEN=False):
+    """(their places, rows of each expert, their offsets, columns, bm) for an order of tiles that
+    may be lower."""
     draw = random.Random(number)
     listed, bm = draw.choice(((64, 128), (128, 128), (64, 192)))
     columns, group_m = draw.randint(1, 5), draw.choice((1, 2, 8))
     sizes, order = random_order(draw, listed, device)
     found = places(
         int(order.num_tiles) * columns, order.tile_expert, order.tile_row, order.expert_offsets,
-        NUM_N=columns, M_MAX=0, BM=bm, GROUP_M=group_m, LISTED=listed,
+        NUM_N=columns, M_MAX=0, BM=bm, GROUP_M=group_m, LISTED=listed, EVEN=EVEN,
     )  # fmt: skip
-    ends = order.expert_offsets.tolist()
+    return found, sizes, order.expert_offsets.tolist(), columns, bm
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_tiles_higher_than_listed(number, device):
+    """Every high tile once, in groups, and programs that are left over have no rows."""
+    found, sizes, ends, columns, bm = high_tiles(number, device)
     wanted = [
         (expert, first, ends[expert + 1], column)
         for expert in range(len(sizes))
@@ -111,15 +117,7 @@ def test_tiles_higher_than_listed(number, device):
 @pytest.mark.parametrize("number", range(40))
 def test_even_tiles(number, device):
     """No more tiles than otherwise, one after the other, equally high but for one row."""
-    draw = random.Random(number)
-    listed, bm = draw.choice(((64, 128), (128, 128), (64, 192)))
-    columns, group_m = draw.randint(1, 5), draw.choice((1, 2, 8))
-    sizes, order = random_order(draw, listed, device)
-    found = places(
-        int(order.num_tiles) * columns, order.tile_expert, order.tile_row, order.expert_offsets,
-        NUM_N=columns, M_MAX=0, BM=bm, GROUP_M=group_m, LISTED=listed, EVEN=True,
-    )  # fmt: skip
-    ends = order.expert_offsets.tolist()
+    found, sizes, ends, columns, bm = high_tiles(number, device, EVEN=True)
     for expert, column in itertools.product(range(len(sizes)), range(columns)):
         tiles = sorted(p[1:3] for p in found if (p[0], p[3]) == (expert, column) and p[1] < p[2])
         count = -(-sizes[expert] // bm)
