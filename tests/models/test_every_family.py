@@ -18,9 +18,8 @@ SMOOTH = {  # of steps in a function one near-tie decides a gradient
     "step3p7": {"swiglu_limits": [None, 7.0]},  # no value is clamped
 }
 ONE_DTYPE = {"deepseek_v4"}  # loaded in two, transformers 5.17 cannot multiply them
-FLOOR = {  # of gradients, absolute: a norm takes most of hc_head's away again, and Hugging Face's
-    # own are that far from float64's
-    "hy_v4_vl": 4e-9,
+CANCELLED = {  # gradients that a norm takes away but for roundings: Hugging Face's own are as far
+    "hy_v4_vl": "hc_head.",  # from float64's as ours
 }
 every_family = pytest.mark.parametrize("family", [f for f in FAMILIES if f not in UNFUSED])
 
@@ -56,7 +55,8 @@ def test_patched_as_unpatched(family, device, ran):
     torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5 * float(expected.abs().max()))
     assert grads.keys() == expected_grads.keys()
     for name, grad in expected_grads.items():
-        atol = 1e-4 * float(grad.abs().max()) + FLOOR.get(family, 1e-9)
+        floor = 4e-9 if family in CANCELLED and name.startswith(CANCELLED[family]) else 1e-9
+        atol = 1e-4 * float(grad.abs().max()) + floor
         torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=atol)
     assert torch.equal(generate(model, family, ids), tokens)
     moe_patch.unpatch(model)
