@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -101,15 +102,33 @@ def _launch_on_hopper(**sizes: int) -> Launch:
     return Launch(dw_hopper_kernel, PLAN=Plan(**sizes), num_warps=4)
 
 
-def _shape(m: int, gather_left: bool, tile: Tile) -> tuple[int, int, int, int]:
-    """(rows and columns of a tile of a result with m rows, warpgroups that share the rows, stages).
+class Form(NamedTuple):
+    """How hopper/ tiles a weight gradient: fields of its Plan."""
 
-    192 x 256 read 22 % less than 128 x 256 for a product, unless many of the rows are past m.
+    bm: int
+    parts: int
+    stages: int
+    group_m: int
+    shared: bool
+
+
+FEW = 512
+"""Rows an expert below which writing the result takes as long as computing it."""
+
+
+def _form(m: int, rows: int, stages: int, add: bool) -> Form:
+    """Form of a result with m rows, for a mean of `rows` rows an expert; `stages` at most.
+
+    192 x 256 read 22 % less than 128 x 256 for a product, unless many of the rows are past m. With
+    few rows an expert 128 x 256 write what they have beside the next tile's products. Twelve row
+    tiles and as many columns as 132 programs have then read the least; an expert of few rows stays
+    in the L2 cache anyway.
     """
-    bm, bn = (tile.bm, tile.bn) if gather_left else (tile.bn, tile.bm)
-    if 8 * 192 * cdiv(m, 192) <= 9 * bm * cdiv(m, bm):
-        return 192, 256, 3, min(tile.stages, 3)
-    return bm, bn, 2, tile.stages
+    few = rows < FEW
+    if not few and 8 * 192 * cdiv(m, 192) <= 9 * 128 * cdiv(m, 128):
+        return Form(192, 3, min(stages, 3), 12, False)
+    # what is added to passes through shared memory, too
+    return Form(128, 2, min(stages, 3) if add else stages, 2 if few else 12, few)
 
 
 def _on_hopper(
@@ -119,25 +138,24 @@ def _on_hopper(
     left = out.stride(2) == 1  # p's columns are the rows of `out` as it lies
     lies = out if left else out.transpose(1, 2)
     (experts, m, n), (stride_e, stride_m, stride_n) = lies.shape, lies.stride()
-    bm, bn, parts, stages = _shape(m, left, tile)
     sizes = (m, n, p.stride(0), q.stride(0), p.data_ptr() // p.element_size())
     if stride_n != 1 or p.dtype != q.dtype or any(size % 8 for size in sizes):
         return False
-    block = (64, bn if left else bm // parts)
+    block = (64, 256 if left else 64)
     box = rows_box(q.data_ptr(), q.dtype, (len(q), n if left else m), block, q.stride(0))
     if box is None:
         return False
-    boxes, room = None, parts == 3 or (left and not add)  # beside the ring
-    if room and out.dtype == p.dtype and lies.is_contiguous():
+    form, boxes = _form(m, len(q) // experts, tile.stages, add), None
+    if out.dtype == p.dtype and lies.is_contiguous():
         boxes = rows_box(out.data_ptr(), out.dtype, (experts * m, n), (64, 64))
     start = _launch_on_hopper(
         m=m, n=n, stride_e=stride_e, stride_m=stride_m, gather=gather, gather_left=left,
-        stride_gathered=p.stride(0), add=add,
-        bm=bm, bn=bn, parts=parts, stages=stages, boxed=boxes is not None,
+        stride_gathered=p.stride(0), add=add, boxed=boxes is not None, **form._asdict(),
     )  # fmt: skip
-    programs = min(chips.multiprocessors(p.device), experts * cdiv(m, bm) * cdiv(n, bn))
+    programs = min(chips.multiprocessors(p.device), experts * cdiv(m, form.bm) * cdiv(n, 256))
     boxes = out if boxes is None else boxes
-    start((programs,), p, box, out, boxes, order.row_to_slot, order.expert_offsets, experts)
+    taken = order.expert_offsets.new_zeros(1) if form.shared else order.expert_offsets
+    start((programs,), p, box, out, boxes, order.row_to_slot, order.expert_offsets, taken, experts)
     return True
 
 

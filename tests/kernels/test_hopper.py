@@ -181,9 +181,11 @@ def test_dgate(number, hopper, ours):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(32))
-def test_dw(number, hopper, ours):
+@pytest.mark.parametrize("few", [0, 512])
+@pytest.mark.parametrize("number", range(24))
+def test_dw(monkeypatch, number, few, hopper, ours):
     draw, dtype = random.Random(number), HALVES[number % 2]
+    monkeypatch.setattr(dw, "FEW", few)
     torch.manual_seed(number)
     order, tokens, top_k = random_order(draw, hopper, dtype)
     offsets = order.expert_offsets
@@ -232,18 +234,20 @@ def test_other_operands_run_in_triton(hopper, ours):
 
 
 @pytest.mark.parametrize(
-    "m, gather_left, shape",
+    "m, rows, form",
     [
-        (1536, False, (192, 256, 3, 3)),
-        (2048, True, (192, 256, 3, 3)),
-        (768, True, (192, 256, 3, 3)),
-        (1408, True, (192, 256, 3, 3)),
-        (256, False, (256, 128, 2, 4)),
-        (256, True, (128, 256, 2, 4)),
+        (1536, 1024, (192, 3, 3, 12, False)),
+        (2048, 512, (192, 3, 3, 12, False)),
+        (1408, 4096, (192, 3, 3, 12, False)),
+        (256, 1024, (128, 2, 4, 12, False)),
+        (1536, 511, (128, 2, 4, 2, True)),
+        (256, 64, (128, 2, 4, 2, True)),
     ],
 )
-def test_tiles_of_192_rows_leave_few_of_them_empty(m, gather_left, shape):
-    assert dw._shape(m, gather_left, Tile(128, 256, 64, ROLES, 4)) == shape
+def test_forms_of_a_weight_gradient(m, rows, form):
+    """Tiles of 192 rows where there are many, unless they are past m."""
+    assert dw._form(m, rows, 4, add=False) == form
+    assert dw._form(m, rows, 4, add=True) == (*form[:2], 3, *form[3:])
 
 
 @pytest.mark.parametrize(

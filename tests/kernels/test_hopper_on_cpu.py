@@ -153,9 +153,11 @@ def test_gate_up(seed):
     assert bool((act[rows.used :] == 7).all()) and bool((pre[rows.used :] == 7).all())
 
 
+@pytest.mark.parametrize("few", [0, 512])
 @pytest.mark.parametrize("seed", range(12))
-def test_dw(seed):
+def test_dw(monkeypatch, seed, few):
     draw = random.Random(200 + seed)
+    monkeypatch.setattr(dw, "FEW", few)
     rows = Rows(draw, 128)
     m, n = 8 * draw.randint(1, 50), 8 * draw.randint(1, 50)
     turned = draw.random() < 0.5

@@ -363,10 +363,10 @@ def _allocate(dtype: Any, shape: Any, layout: Any) -> Any:
     return Shared(v)
 
 
-def _atomic_add(pointer: P, value: Any, sem: str = "") -> T:
+def _atomic_add(pointer: P, value: Any, mask: Any = None, sem: str = "") -> T:
     here().let_others(doing="atomic_add")
     old = pointer.load()
-    pointer.store(old + value)
+    pointer.store(old + value, mask)
     return old
 
 

@@ -3,6 +3,10 @@
 Columns of the gathered one come by cp.async, those of the other through TMA. Rows past an expert's
 end are zeros in both, because a neighbour's may hold NaN. The gathered operand's columns are the
 result's rows or its columns: as the result lies.
+
+The producer looks a step's tokens up before the turn of that step, and tells the others which tile
+is next. Where a tile's stores take as long as its products, its sums wait in registers and are
+stored beside the next tile's products.
 """
 
 from __future__ import annotations
@@ -16,14 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...compat import gluon_copy
 from ..tiling import in_groups
-from .ring import BK, multiply, ring_of, wait_empty
+from .ring import BK, multiply, multiply_beside, ring_of, sums_of, wait_empty
 from .rows import load_rows
-from .stores import added, in_quarters, staged_for, store, store_box
+from .stores import added, in_quarters, rounded, staged_for, store, store_box
+from .turns import answer, ask, forget, own, post, posted, turns_of
 
 copy = gluon_copy()
-GROUP_M = gl.constexpr(12)
-"""Row tiles that walk the columns side by side: with as many columns as 132 programs have then,
-they read the least."""
 
 
 class Plan(NamedTuple):
@@ -40,11 +42,16 @@ class Plan(NamedTuple):
     stride_gathered: int
     add: bool
     bm: int
-    bn: int
+    """Rows of a tile: 64 for each of `parts` warpgroups."""
     parts: int
     stages: int
+    group_m: int
+    """Row tiles that walk the columns side by side."""
+    shared: bool
+    """Whoever is free takes the next tile; else they are dealt out."""
     boxed: bool
-    """The result is written through TMA, as boxes [bm / parts, 64] of [E * m, n]."""
+    """The result is written through TMA, as boxes [64, 64] of [E * m, n]."""
+    bn: int = 256
     left_turned: bool = True
     right_turned: bool = False
     copied: bool = True
@@ -72,120 +79,271 @@ class Work(NamedTuple):
     expert_offsets: Any
     total: Any
     ring: Any
+    turns: Any
+
+
+class Rows(NamedTuple):
+    """A step's rows of the reduction."""
+
+    first: Any
+    end: Any
+    """The row after the expert's last."""
+    row: Any
+    """First row of the tile, in the result."""
+    column: Any
+    slots: Any
+    """What row_to_slot has for them, [BK]."""
+
+
+@gluon.constexpr_function
+def _row_tiles(plan):
+    return (plan.m + plan.bm - 1) // plan.bm
+
+
+@gluon.constexpr_function
+def _column_tiles(plan):
+    return (plan.n + plan.bn - 1) // plan.bn
+
+
+@gluon.constexpr_function
+def _waits(plan):
+    """Whether sums are stored beside the next tile's products. Three warpgroups that multiply have
+    no registers for it."""
+    return plan.parts == 2 and plan.boxed and not plan.add
 
 
 @gluon.jit
-def _place(at, expert_offsets, PLAN: gl.constexpr):
-    """(expert, its first row, the one after its last, first row and column of the result)."""
-    NUM_M: gl.constexpr = (PLAN.m + PLAN.bm - 1) // PLAN.bm
-    NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
-    expert = at // (NUM_M * NUM_N)
-    tile, column = in_groups(at % (NUM_M * NUM_N), NUM_M, NUM_N, GROUP_M)
-    begin = gl.load(expert_offsets + expert)
-    end = gl.load(expert_offsets + expert + 1)
-    return expert, begin, end, tile * PLAN.bm, column * PLAN.bn
-
-
-@gluon.jit
-def _columns(ring, stage, part: gl.constexpr, PLAN: gl.constexpr):
-    """The part-th 64 columns of a stage of the gathered operand."""
-    if PLAN.gather_left:
-        WIDTH: gl.constexpr = PLAN.bm // PLAN.parts // 64
-        left = ring.left.index(PLAN.parts * stage + part // WIDTH)
-        return left.slice(part % WIDTH * 64, 64, dim=1)
-    else:
-        return ring.right.index(stage).slice(part * 64, 64, dim=1)
-
-
-@gluon.jit
-def _copy(rows, inside, first, ring, stage, PLAN: gl.constexpr):
-    """Begins to copy the gathered operand's columns, from `first` on, of rows that are pointers
-    [64, 1]; zeros where a row is not inside, and past the last column."""
-    N: gl.constexpr = PLAN.m if PLAN.gather_left else PLAN.n
-    WIDTH: gl.constexpr = PLAN.bm if PLAN.gather_left else PLAN.bn
+def _rows():
+    """Numbers of a step's rows."""
     by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    column = first + gl.arange(0, 64, gl.SliceLayout(0, by))
-    for part in gl.static_range(WIDTH // 64):
-        n = gl.expand_dims(column + part * 64, 0)
-        copy(_columns(ring, stage, part, PLAN), rows + n, inside & (n < N))
+    return gl.arange(0, BK, gl.SliceLayout(1, by))
+
+
+@gluon.jit
+def _columns(first, WIDTH: gl.constexpr):
+    """Numbers of columns from `first` on, [1, WIDTH]."""
+    by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    return gl.expand_dims(first + gl.arange(0, WIDTH, gl.SliceLayout(0, by)), 0)
+
+
+@gluon.jit
+def _tell(at, turn, work, PLAN: gl.constexpr):
+    """Tells the others that a turn is tile `at`: its expert, row tile, steps (-1 past the last
+    tile) and column tile. Returns (first row of the reduction, the one after its last, first row
+    and column of the tile)."""
+    NUM_M: gl.constexpr = _row_tiles(PLAN)
+    NUM_N: gl.constexpr = _column_tiles(PLAN)
+    inside = gl.minimum(at, work.total - 1)
+    expert = inside // (NUM_M * NUM_N)
+    begin = gl.load(work.expert_offsets + expert)
+    end = gl.load(work.expert_offsets + expert + 1)
+    tile, column = in_groups(inside % (NUM_M * NUM_N), NUM_M, NUM_N, PLAN.group_m)
+    steps = (end - begin + BK - 1) // BK
+    if at >= work.total:
+        steps = gl.to_tensor(-1)
+    post(work.turns, turn, (expert, tile, steps, column))
+    return begin, end, tile * PLAN.bm, column * PLAN.bn
+
+
+@gluon.jit
+def _tile(at, asked, turn, work, PLAN: gl.constexpr):
+    """The first tile with rows from `at` on; the others are told of all up to it. Returns (its
+    number, the one that was asked for after it, its turn, what `_tell` returns)."""
+    first, end, row, column = _tell(at, turn, work, PLAN)
+    while (at < work.total) & (first >= end):
+        at, asked = _after(at, asked, work, PLAN)
+        turn += 1
+        first, end, row, column = _tell(at, turn, work, PLAN)
+    return at, asked, turn, first, end, row, column
+
+
+@gluon.jit
+def _ask(work, PLAN: gl.constexpr):
+    """Asks for the tile after the program's first."""
+    if PLAN.shared:
+        return ask(work.turns)
+    else:
+        return gl.to_tensor(0)  # not used
+
+
+@gluon.jit
+def _after(at, asked, work, PLAN: gl.constexpr):
+    """(the program's tile after `at`, one that is asked for now)."""
+    if PLAN.shared:
+        return answer(asked), ask(work.turns)
+    else:
+        return at + gl.num_programs(0), asked
+
+
+@gluon.jit
+def _slots(operands, first, end):
+    """What row_to_slot has for a step's rows, in the layout of their copy."""
+    rows = first + _rows()
+    return gl.load(operands.row_to_slot + rows, mask=rows < end, other=0)
+
+
+@gluon.jit
+def _copy(operands, rows, ring, stage, PLAN: gl.constexpr):
+    """Begins to copy a step's rows of the gathered operand, as many columns as a tile has; zeros
+    where a row or a column is past the end."""
+    PARTS: gl.constexpr = PLAN.parts
+    source = (rows.slots // PLAN.gather).to(gl.int64) * PLAN.stride_gathered
+    source = operands.gathered + gl.expand_dims(source, 1)  # [BK, 1]
+    inside = gl.expand_dims(rows.first + _rows() < rows.end, 1)
+    if PLAN.gather_left:
+        for part in gl.static_range(PARTS):
+            m = _columns(rows.row + 64 * part, 64)
+            left = ring.left.index(PARTS * stage + part)
+            copy(left, source + m, inside & (m < PLAN.m))
+    else:
+        n = _columns(rows.column, PLAN.bn)
+        copy(ring.right.index(stage), source + n, inside & (n < PLAN.n))
+
+
+@gluon.jit
+def _load(operands, rows, ring, stage, PLAN: gl.constexpr):
+    """Begins to load a step's rows of the dense operand."""
+    PARTS: gl.constexpr = PLAN.parts
+    full = ring.full.index(stage)
+    if PLAN.gather_left:
+        mbarrier.expect(full, BK * PLAN.bn * 2)
+        right = ring.right.index(stage)
+        load_rows(operands.dense_box, rows.first, rows.end, rows.column, full, right)
+    else:
+        mbarrier.expect(full, BK * PLAN.bm * 2)
+        for part in gl.static_range(PARTS):
+            left = ring.left.index(PARTS * stage + part)
+            m = rows.row + 64 * part
+            load_rows(operands.dense_box, rows.first, rows.end, m, full, left)
 
 
 @gluon.jit
 def _produce(operands, work, PLAN: gl.constexpr):
-    PARTS: gl.constexpr = PLAN.parts
-    BYTES: gl.constexpr = (PLAN.bn if PLAN.gather_left else PLAN.bm) * BK * 2
-    by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    local = gl.arange(0, BK, gl.SliceLayout(1, by))
-    step = 0
-    for at in range(gl.program_id(0), work.total, gl.num_programs(0)):
-        _, begin, end, m0, n0 = _place(at, work.expert_offsets, PLAN)
-        gathered_at = m0 if PLAN.gather_left else n0
-        dense_at = n0 if PLAN.gather_left else m0
-        for row in range(begin, end, BK):
-            rows = row + local
-            inside = rows < end
-            slot = gl.load(operands.row_to_slot + rows, mask=inside, other=0)
-            source = (slot // PLAN.gather).to(gl.int64) * PLAN.stride_gathered
-            source = operands.gathered + gl.expand_dims(source, 1)
-            inside = gl.expand_dims(inside, 1)
-            stage = wait_empty(work.ring, step, PLAN)
-            full = work.ring.full.index(stage)
-            _copy(source, inside, gathered_at, work.ring, stage, PLAN)
-            mbarrier.expect(full, BYTES)
-            if PLAN.gather_left:
-                right = work.ring.right.index(stage)
-                load_rows(operands.dense_box, row, end, dense_at, full, right)
-            else:
-                for part in gl.static_range(PARTS):
-                    n = dense_at + part * (PLAN.bm // PARTS)
-                    left = work.ring.left.index(PARTS * stage + part)
-                    load_rows(operands.dense_box, row, end, n, full, left)
-            async_copy.mbarrier_arrive(full, increment_count=False)
-            step += 1
+    step, turn, asked = 0, gl.to_tensor(0), _ask(work, PLAN)
+    at, asked, turn, first, end, row, column = _tile(gl.program_id(0), asked, turn, work, PLAN)
+    rows = Rows(first, end, row, column, _slots(operands, first, end))
+    while at < work.total:
+        first, end, row, column = rows.first + BK, rows.end, rows.row, rows.column
+        if first >= end:
+            at, asked = _after(at, asked, work, PLAN)
+            at, asked, turn, first, end, row, column = _tile(at, asked, turn + 1, work, PLAN)
+        following = Rows(first, end, row, column, _slots(operands, first, end))
+        stage = wait_empty(work.ring, step, PLAN)
+        _copy(operands, rows, work.ring, stage, PLAN)
+        _load(operands, rows, work.ring, stage, PLAN)
+        async_copy.mbarrier_arrive(work.ring.full.index(stage), increment_count=False)
+        step += 1
+        rows = following
+
+
+@gluon.jit
+def _store(acc, result, expert, row, column, PART: gl.constexpr, PLAN: gl.constexpr):
+    """Writes sums [64, bn] of an expert, or adds them."""
+    if PLAN.boxed:
+        first, end = expert * PLAN.m + row, (expert + 1) * PLAN.m
+        quarters = in_quarters(acc)
+        for i in gl.static_range(4):
+            sums, n = quarters[i], column + 64 * i
+            if PLAN.add:
+                sums = added(sums, result.out, first, end, n, PLAN.n, PLAN.stride_m)
+            store_box(sums, result.boxes, result.staged, first, end, n, PART, i % 2)
+    else:
+        to = result.out + expert.to(gl.int64) * PLAN.stride_e
+        if PLAN.add:
+            acc = added(acc, to, row, PLAN.m, column, PLAN.n, PLAN.stride_m)
+        store(acc, to, row, PLAN.m, column, PLAN.n, PLAN.stride_m)
+
+
+@gluon.jit
+def _store_at_once(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
+    """Computes 64 rows of each tile and stores them, or adds them, when they are ready."""
+    step, turn = 0, 0
+    _, _, steps, _ = posted(work.turns, 0)
+    while steps >= 0:
+        acc = multiply(work.ring, step, steps, PART, PLAN)
+        expert, tile, _, column = own(work.turns, turn)  # not before: registers are few
+        forget(work.turns, turn)
+        if steps > 0 or not PLAN.add:  # to an expert without rows nothing is added
+            row = tile * PLAN.bm + 64 * PART
+            _store(acc, result, expert, row, column * PLAN.bn, PART, PLAN)
+        step += steps
+        turn += 1
+        _, _, steps, _ = posted(work.turns, turn)
+
+
+class Waiting(NamedTuple):
+    """Sums of a tile that are written beside the next one's products."""
+
+    quarters: Any
+    """Four parts of its columns, [64, 64] each, rounded."""
+    row: Any
+    """First row, in all of the result's."""
+    end: Any
+    """The row after the expert's last; 0 if there are no sums."""
+    column: Any
+
+
+class Writer(NamedTuple):
+    """Arguments of `_write`."""
+
+    result: Result
+    waiting: Waiting
+    part: gl.constexpr
+
+
+@gluon.jit
+def _write(writer, QUARTER: gl.constexpr):
+    quarters, row, end, column = writer.waiting
+    result, n, PART = writer.result, column + 64 * QUARTER, writer.part
+    if end > 0:
+        store_box(quarters[QUARTER], result.boxes, result.staged, row, end, n, PART, QUARTER % 2)
+
+
+@gluon.jit
+def _store_beside(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
+    """Computes 64 rows of each tile and stores them beside the next one's products."""
+    dtype: gl.constexpr = result.staged.dtype
+    step, turn = 0, 0
+    expert, tile, steps, column = posted(work.turns, 0)
+    waiting = Waiting(rounded(sums_of(PLAN), dtype), tile, steps * 0, column)
+    while steps >= 0:
+        forget(work.turns, turn)
+        writer = Writer(result, waiting, PART)
+        acc = multiply_beside(work.ring, step, steps, PART, writer, _write, 4, PLAN)
+        first = expert * PLAN.m
+        row = first + tile * PLAN.bm + 64 * PART
+        waiting = Waiting(rounded(acc, dtype), row, first + PLAN.m, column * PLAN.bn)
+        step += steps
+        turn += 1
+        expert, tile, steps, column = posted(work.turns, turn)
+    for i in gl.static_range(4):
+        _write(Writer(result, waiting, PART), i)
 
 
 @gluon.jit
 def _consume(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
-    step = 0
-    for at in range(gl.program_id(0), work.total, gl.num_programs(0)):
-        expert, begin, end, m0, n0 = _place(at, work.expert_offsets, PLAN)
-        steps = (end - begin + BK - 1) // BK
-        acc = multiply(work.ring, step, steps, PART, PLAN)
-        step += steps
-        m0 += PART * (PLAN.bm // PLAN.parts)
-        if steps > 0 or not PLAN.add:  # to an expert without rows nothing is added
-            if PLAN.boxed:
-                first = expert * PLAN.m
-                row, last = first + m0, first + PLAN.m
-                quarters = in_quarters(acc)
-                for i in gl.static_range(4):
-                    sums, n = quarters[i], n0 + 64 * i
-                    if PLAN.add:
-                        sums = added(sums, result.out, row, last, n, PLAN.n, PLAN.stride_m)
-                    store_box(sums, result.boxes, result.staged, row, last, n, PART, i % 2)
-            else:
-                to = result.out + expert.to(gl.int64) * PLAN.stride_e
-                if PLAN.add:
-                    acc = added(acc, to, m0, PLAN.m, n0, PLAN.n, PLAN.stride_m)
-                store(acc, to, m0, PLAN.m, n0, PLAN.n, PLAN.stride_m)
+    if _waits(PLAN):
+        _store_beside(result, work, PART, PLAN)
+    else:
+        _store_at_once(result, work, PART, PLAN)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["experts"])
 def dw_hopper_kernel(
-    gathered, dense_box, out, boxes, row_to_slot, expert_offsets, experts, PLAN: gl.constexpr
+    gathered, dense_box, out, boxes, row_to_slot, expert_offsets, taken, experts,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
-    """`dense_box`: rows of [64, bn], or [64, bm / parts] where its columns are the result's rows;
-    `boxes`: of `out` as [E * m, n], rows of [64, 64]; or `out` itself."""
-    NUM_M: gl.constexpr = (PLAN.m + PLAN.bm - 1) // PLAN.bm
-    NUM_N: gl.constexpr = (PLAN.n + PLAN.bn - 1) // PLAN.bn
-    total = experts * (NUM_M * NUM_N)
-    ring = ring_of(gathered.dtype.element_ty, PLAN)
+    """`dense_box`: rows of [64, bn], or [64, 64] where its columns are the result's rows; `boxes`:
+    of `out` as [E * m, n], rows of [64, 64]; or `out` itself. `taken` is one zero, if tiles are
+    shared."""
+    total = experts * (_row_tiles(PLAN) * _column_tiles(PLAN))
+    ring, turns = ring_of(gathered.dtype.element_ty, PLAN), turns_of(taken, PLAN)
     staged = ring.left  # not used
     if PLAN.boxed:
         staged = staged_for(gathered.dtype.element_ty, PLAN)
     operands = Operands(gathered, dense_box, row_to_slot)
-    result, work = Result(out, boxes, staged), Work(expert_offsets, total, ring)
+    result, work = Result(out, boxes, staged), Work(expert_offsets, total, ring, turns)
     if PLAN.parts == 3:
         gl.warp_specialize(
             [

@@ -179,7 +179,7 @@ def _consume(
         if first < end:
             writer = Writer(result, waiting, ME)
             # [64, 128 of the gate and 128 of up]
-            acc = multiply_beside(ring, step, part, writer, _write, WAITING, PLAN)
+            acc = multiply_beside(ring, step, STEPS, part, writer, _write, WAITING, PLAN)
             n = column * WIDTH
             boxes = _activated(acc, result, slot_weight, row_to_slot, first, end, n, ME, PLAN, GATE)
             waiting = Waiting(boxes, first, end, n)

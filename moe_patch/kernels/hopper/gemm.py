@@ -110,7 +110,7 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
         first += part * 64
         if first < end:
             writer = Writer(out, staged, waiting, ME)
-            acc = multiply_beside(ring, step, part, writer, _write, 4, PLAN)
+            acc = multiply_beside(ring, step, STEPS, part, writer, _write, 4, PLAN)
             waiting = Waiting(rounded(acc, out.dtype), first, end, column * PLAN.bn)
         else:
             pass_over(ring, step, STEPS, PLAN)

@@ -110,41 +110,36 @@ def sums_of(PLAN: gl.constexpr):
 
 
 @gluon.jit
-def multiply(ring, step, steps, part, PLAN: gl.constexpr):
-    """Sums [bm / parts, bn] over `steps` stages from `step` on, of a part of the left operand."""
+def multiply_beside(
+    ring, step, steps, part, beside, DO: gl.constexpr, TIMES: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """Sums [bm / parts, bn] over `steps` stages from `step` on, of a part of the left operand.
+    While the first products run it does `DO(beside, i)` for i below TIMES."""
     acc = sums_of(PLAN)
     for i in range(steps):
         acc = _begin(ring, step + i, part, acc, True, PLAN)
+        for j in gl.static_range(TIMES):
+            if i == j:
+                DO(beside, j)
         acc = warpgroup_mma_wait(1, deps=[acc])
         _release(ring, step + i - 1, PLAN, i > 0)
     acc = warpgroup_mma_wait(0, deps=[acc])
     _release(ring, step + steps - 1, PLAN, steps > 0)
+    for j in gl.static_range(TIMES):
+        if j >= steps:
+            DO(beside, j)
     return acc
 
 
 @gluon.jit
-def multiply_beside(
-    ring, step, part, beside, DO: gl.constexpr, TIMES: gl.constexpr, PLAN: gl.constexpr
-):  # fmt: skip
-    """Sums as of `multiply`, over all of the reduction. While the first products run it does
-    `DO(beside, i)` for i below TIMES."""
-    STEPS: gl.constexpr = steps_of(PLAN)
-    acc = sums_of(PLAN)
-    for i in gl.static_range(TIMES):
-        if i < STEPS:
-            acc = _begin(ring, step + i, part, acc, i > 0, PLAN)
-        DO(beside, i)
-        if i < STEPS:
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            if i > 0:
-                _release(ring, step + i - 1, PLAN)
-    for i in range(TIMES, STEPS):
-        acc = _begin(ring, step + i, part, acc, True, PLAN)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        _release(ring, step + i - 1, PLAN)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    _release(ring, step + STEPS - 1, PLAN)
-    return acc
+def _nothing(beside, I: gl.constexpr):
+    pass
+
+
+@gluon.jit
+def multiply(ring, step, steps, part, PLAN: gl.constexpr):
+    """Sums as of `multiply_beside`, with nothing beside them."""
+    return multiply_beside(ring, step, steps, part, ring, _nothing, 0, PLAN)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Which program does which tile: whoever is free takes the next.
+"""Which program does which tile: whoever is free takes the next. (dw may deal them out.)
 
 So tiles that take long are no one program's, and those at work lie close together, with their
 operands in the L2 cache. The order in which tiles are done changes no bit of them.
@@ -34,7 +34,7 @@ class Turns(NamedTuple):
     taken: Any
     """How many turns are taken, besides the first of every program; in global memory."""
     slot: Any
-    """Memory for two Places."""
+    """Memory for what two turns are: a Place, or four other numbers."""
     full: Any
     empty: Any
 
@@ -91,6 +91,45 @@ def take(turns):
 
 
 @gluon.jit
+def _threads():
+    """Numbers of the threads."""
+    by: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.arange(0, 32 * gl.num_warps(), by)
+
+
+@gluon.jit
+def ask(turns):
+    """Begins to take the next turn, which `answer` gives: nobody waits in between, as `take` does.
+    The first thread's number is the one that counts."""
+    thread = _threads()
+    return gl.atomic_add(turns.taken + 0 * thread, 1 + 0 * thread, thread == 0, sem="relaxed")
+
+
+@gluon.jit
+def answer(asked):
+    """The turn that was asked for."""
+    return gl.num_programs(0) + gl.sum(gl.where(_threads() == 0, asked, 0), axis=0)
+
+
+@gluon.jit
+def post(turns, turn, numbers):
+    """Tells the others four numbers of the program's `turn`, as soon as they have read those of the
+    turn before the last."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(turns.empty.index(turn % 2), (turn // 2) & 1 ^ 1)
+    for i in gl.static_range(4):
+        number = gl.full([1], numbers[i], gl.int32, one)
+        turns.slot.index(turn % 2 * 4 + i).store(number)
+    mbarrier.arrive(turns.full.index(turn % 2), count=1)
+
+
+@gluon.jit
+def _read(turns, turn, I: gl.constexpr):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(turns.slot.index(turn % 2 * 4 + I).load(one), axis=0)
+
+
+@gluon.jit
 def tell(turns, turn, at, tiles, PLAN: gl.constexpr):
     """Tells which tile the program's `turn` is: that of turn `at` of all, or of the next that has
     rows. The row after the last is 0 if there is none.
@@ -110,33 +149,33 @@ def tell(turns, turn, at, tiles, PLAN: gl.constexpr):
         else:
             end = 0
             at = take(turns)
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(turns.empty.index(turn % 2), (turn // 2) & 1 ^ 1)
-    to = turn % 2 * 4
-    turns.slot.index(to).store(gl.full([1], expert, gl.int32, one))
-    turns.slot.index(to + 1).store(gl.full([1], first, gl.int32, one))
-    turns.slot.index(to + 2).store(gl.full([1], end, gl.int32, one))
-    turns.slot.index(to + 3).store(gl.full([1], column, gl.int32, one))
-    mbarrier.arrive(turns.full.index(turn % 2), count=1)
-
-
-@gluon.jit
-def _read(turns, at):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(turns.slot.index(at).load(one), axis=0)
+    post(turns, turn, (expert, first, end, column))
 
 
 @gluon.jit
 def own(turns, turn):
-    """The Place of a turn, for the producer."""
-    at = turn % 2 * 4
-    return Place(_read(turns, at), _read(turns, at + 1), _read(turns, at + 2), _read(turns, at + 3))
+    """The four numbers of a turn, a Place, for whoever knows that they are there."""
+    return Place(
+        _read(turns, turn, 0), _read(turns, turn, 1), _read(turns, turn, 2), _read(turns, turn, 3)
+    )
+
+
+@gluon.jit
+def posted(turns, turn):
+    """The four numbers of a turn, for the others; they stay until `forget`."""
+    mbarrier.wait(turns.full.index(turn % 2), (turn // 2) & 1)
+    return own(turns, turn)
+
+
+@gluon.jit
+def forget(turns, turn):
+    """Says that a turn's numbers have been read."""
+    mbarrier.arrive(turns.empty.index(turn % 2), count=1)
 
 
 @gluon.jit
 def told(turns, turn):
     """(first row, end, column tile) of a turn's Place, for the others."""
-    mbarrier.wait(turns.full.index(turn % 2), (turn // 2) & 1)
-    _, first, end, column = own(turns, turn)
-    mbarrier.arrive(turns.empty.index(turn % 2), count=1)
+    _, first, end, column = posted(turns, turn)
+    forget(turns, turn)
     return first, end, column
