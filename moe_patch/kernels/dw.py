@@ -95,13 +95,6 @@ def dw_kernel(
 _launches = launches(dw_kernel)
 
 
-@functools.lru_cache(1024)
-def _launch_on_hopper(**sizes: int) -> Launch:
-    from .hopper.dw import Plan, dw_hopper_kernel
-
-    return Launch(dw_hopper_kernel, PLAN=Plan(**sizes), num_warps=4)
-
-
 class Form(NamedTuple):
     """How hopper/ tiles a weight gradient: fields of its Plan."""
 
@@ -131,6 +124,17 @@ def _form(m: int, rows: int, stages: int, add: bool) -> Form:
     return Form(128, 2, min(stages, 3) if add else stages, 2 if few else 12, few)
 
 
+@functools.lru_cache(1024)
+def _launch_on_hopper(form: Form, **sizes: int) -> Launch:
+    from .hopper.dw import Plan, dw_hopper_kernel
+
+    plan = Plan(
+        bm=form.bm, parts=form.parts, stages=form.stages, group_m=form.group_m, shared=form.shared,
+        **sizes,
+    )  # fmt: skip
+    return Launch(dw_hopper_kernel, PLAN=plan, num_warps=4)
+
+
 def _on_hopper(
     p: Tensor, q: Tensor, order: ExpertOrder, gather: int, out: Tensor, add: bool, tile: Tile
 ) -> bool:
@@ -149,8 +153,8 @@ def _on_hopper(
     if out.dtype == p.dtype and lies.is_contiguous():
         boxes = rows_box(out.data_ptr(), out.dtype, (experts * m, n), (64, 64))
     start = _launch_on_hopper(
-        m=m, n=n, stride_e=stride_e, stride_m=stride_m, gather=gather, gather_left=left,
-        stride_gathered=p.stride(0), add=add, boxed=boxes is not None, **form._asdict(),
+        form, m=m, n=n, stride_e=stride_e, stride_m=stride_m, gather=gather, gather_left=left,
+        stride_gathered=p.stride(0), add=add, boxed=boxes is not None,
     )  # fmt: skip
     programs = min(chips.multiprocessors(p.device), experts * cdiv(m, form.bm) * cdiv(n, 256))
     boxes = out if boxes is None else boxes
