@@ -22,7 +22,17 @@ from ...compat import gluon_copy
 from ..tiling import in_groups
 from .ring import BK, multiply, multiply_beside, ring_of, sums_of, wait_empty
 from .rows import load_rows
-from .stores import added, in_quarters, rounded, staged_for, store, store_box
+from .stores import (
+    Waiting,
+    Writer,
+    added,
+    in_quarters,
+    rounded,
+    staged_for,
+    store,
+    store_box,
+    write_quarter,
+)
 from .turns import answer, ask, forget, own, post, posted, turns_of
 
 copy = gluon_copy()
@@ -271,34 +281,6 @@ def _store_at_once(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
         _, _, steps, _ = posted(work.turns, turn)
 
 
-class Waiting(NamedTuple):
-    """Sums of a tile that are written beside the next one's products."""
-
-    quarters: Any
-    """Four parts of its columns, [64, 64] each, rounded."""
-    row: Any
-    """First row, in all of the result's."""
-    end: Any
-    """The row after the expert's last; 0 if there are no sums."""
-    column: Any
-
-
-class Writer(NamedTuple):
-    """Arguments of `_write`."""
-
-    result: Result
-    waiting: Waiting
-    part: gl.constexpr
-
-
-@gluon.jit
-def _write(writer, QUARTER: gl.constexpr):
-    quarters, row, end, column = writer.waiting
-    result, n, PART = writer.result, column + 64 * QUARTER, writer.part
-    if end > 0:
-        store_box(quarters[QUARTER], result.boxes, result.staged, row, end, n, PART, QUARTER % 2)
-
-
 @gluon.jit
 def _store_beside(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     """Computes 64 rows of each tile and stores them beside the next one's products."""
@@ -308,8 +290,8 @@ def _store_beside(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     waiting = Waiting(rounded(sums_of(PLAN), dtype), tile, steps * 0, column)
     while steps >= 0:
         forget(work.turns, turn)
-        writer = Writer(result, waiting, PART)
-        acc = multiply_beside(work.ring, step, steps, PART, writer, _write, 4, PLAN)
+        writer = Writer(result.boxes, result.staged, waiting, PART)
+        acc = multiply_beside(work.ring, step, steps, PART, writer, write_quarter, 4, PLAN)
         first = expert * PLAN.m
         row = first + tile * PLAN.bm + 64 * PART
         waiting = Waiting(rounded(acc, dtype), row, first + PLAN.m, column * PLAN.bn)
@@ -317,7 +299,7 @@ def _store_beside(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
         turn += 1
         expert, tile, steps, column = posted(work.turns, turn)
     for i in gl.static_range(4):
-        _write(Writer(result, waiting, PART), i)
+        write_quarter(Writer(result.boxes, result.staged, waiting, PART), i)
 
 
 @gluon.jit

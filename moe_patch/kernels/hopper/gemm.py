@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from .producer import bring_weight, produce
 from .ring import BK, multiply_beside, pass_over, ring_of, steps_of, sums_of
 from .rows import load_rows
-from .stores import rounded, staged_for, store_box
+from .stores import Waiting, Writer, rounded, staged_for, write_quarter
 from .turns import tiles_of, told, turns_of
 from .update import Update, bring_update
 
@@ -69,36 +69,6 @@ def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
     produce(operands, update, tiles, ring, turns, _find, _bring, bring_update, PLAN)
 
 
-class Waiting(NamedTuple):
-    """Sums of a tile that are written beside the next one's products."""
-
-    quarters: Any
-    """Four parts of its columns, [64, 64] each, rounded."""
-    first: Any
-    end: Any
-    """The end of its Place; 0 if there are no sums."""
-    column: Any
-
-
-class Writer(NamedTuple):
-    """Arguments of `_write`: to boxes of `out`, by way of a warpgroup's part of `staged`."""
-
-    out: Any
-    staged: Any
-    waiting: Waiting
-    me: gl.constexpr
-
-
-@gluon.jit
-def _write(writer, QUARTER: gl.constexpr):
-    quarters, first, end, column = writer.waiting
-    if end > 0:
-        n = column + 64 * QUARTER
-        store_box(
-            quarters[QUARTER], writer.out, writer.staged, first, end, n, writer.me, QUARTER % 2
-        )
-
-
 @gluon.jit
 def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
     STEPS: gl.constexpr = steps_of(PLAN)
@@ -110,7 +80,7 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
         first += part * 64
         if first < end:
             writer = Writer(out, staged, waiting, ME)
-            acc = multiply_beside(ring, step, STEPS, part, writer, _write, 4, PLAN)
+            acc = multiply_beside(ring, step, STEPS, part, writer, write_quarter, 4, PLAN)
             waiting = Waiting(rounded(acc, out.dtype), first, end, column * PLAN.bn)
         else:
             pass_over(ring, step, STEPS, PLAN)
@@ -118,7 +88,7 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
         turn += 1
         first, end, column = told(turns, turn)
     for i in gl.static_range(4):
-        _write(Writer(out, staged, waiting, ME), i)
+        write_quarter(Writer(out, staged, waiting, ME), i)
     tma.store_wait(0)
 
 

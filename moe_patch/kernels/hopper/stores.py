@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
@@ -87,3 +89,34 @@ def store_box(sums, box, staged, row, end, column, PART: gl.constexpr, WAY: gl.c
     by_way.store(sums.to(staged.dtype))
     fence_async_shared()
     store_rows(box, row, end, column, by_way)
+
+
+class Waiting(NamedTuple):
+    """Sums of a tile that are written beside the next one's products."""
+
+    quarters: Any
+    """Four parts of its columns, [64, 64] each, rounded."""
+    row: Any
+    end: Any
+    """The row after the last that is written; 0 if there are no sums."""
+    column: Any
+
+
+class Writer(NamedTuple):
+    """Arguments of `write_quarter`: to boxes of rows, by way of a warpgroup's part of `staged`."""
+
+    boxes: Any
+    staged: Any
+    waiting: Waiting
+    me: gl.constexpr
+
+
+@gluon.jit
+def write_quarter(writer, QUARTER: gl.constexpr):
+    """Writes one of the four parts of waiting sums."""
+    quarters, row, end, column = writer.waiting
+    if end > 0:
+        n = column + 64 * QUARTER
+        store_box(
+            quarters[QUARTER], writer.boxes, writer.staged, row, end, n, writer.me, QUARTER % 2
+        )
