@@ -95,11 +95,14 @@ def dw_kernel(
 _launches = launches(dw_kernel)
 
 
+BN = 256
+"""Columns of hopper/'s tiles."""
+
+
 class Form(NamedTuple):
-    """How hopper/ tiles a weight gradient: fields of its Plan."""
+    """Tiling of a weight gradient in hopper/: fields of its Plan."""
 
     bm: int
-    parts: int
     stages: int
     group_m: int
     shared: bool
@@ -119,9 +122,9 @@ def _form(m: int, rows: int, stages: int, add: bool) -> Form:
     """
     few = rows < FEW
     if not few and 8 * 192 * cdiv(m, 192) <= 9 * 128 * cdiv(m, 128):
-        return Form(192, 3, min(stages, 3), 12, False)
+        return Form(192, min(stages, 3), 12, False)
     # what is added to passes through shared memory, too
-    return Form(128, 2, min(stages, 3) if add else stages, 2 if few else 12, few)
+    return Form(128, min(stages, 3) if add else stages, 2 if few else 12, few)
 
 
 @functools.lru_cache(1024)
@@ -129,8 +132,8 @@ def _launch_on_hopper(form: Form, **sizes: int) -> Launch:
     from .hopper.dw import Plan, dw_hopper_kernel
 
     plan = Plan(
-        bm=form.bm, parts=form.parts, stages=form.stages, group_m=form.group_m, shared=form.shared,
-        **sizes,
+        bm=form.bm, bn=BN, parts=form.bm // 64, stages=form.stages, group_m=form.group_m,
+        shared=form.shared, **sizes,
     )  # fmt: skip
     return Launch(dw_hopper_kernel, PLAN=plan, num_warps=4)
 
@@ -145,7 +148,7 @@ def _on_hopper(
     sizes = (m, n, p.stride(0), q.stride(0), p.data_ptr() // p.element_size())
     if stride_n != 1 or p.dtype != q.dtype or any(size % 8 for size in sizes):
         return False
-    block = (64, 256 if left else 64)
+    block = (64, BN if left else 64)
     box = rows_box(q.data_ptr(), q.dtype, (len(q), n if left else m), block, q.stride(0))
     if box is None:
         return False
@@ -156,7 +159,7 @@ def _on_hopper(
         form, m=m, n=n, stride_e=stride_e, stride_m=stride_m, gather=gather, gather_left=left,
         stride_gathered=p.stride(0), add=add, boxed=boxes is not None,
     )  # fmt: skip
-    programs = min(chips.multiprocessors(p.device), experts * cdiv(m, form.bm) * cdiv(n, 256))
+    programs = min(chips.multiprocessors(p.device), experts * cdiv(m, form.bm) * cdiv(n, BN))
     boxes = out if boxes is None else boxes
     taken = order.expert_offsets.new_zeros(1) if form.shared else order.expert_offsets
     start((programs,), p, box, out, boxes, order.row_to_slot, order.expert_offsets, taken, experts)

@@ -18,8 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...compat import gluon_copy
 from ..tiling import in_groups
+from .gather import copy, rows_layout
 from .ring import BK, multiply, multiply_beside, ring_of, sums_of, wait_empty
 from .rows import load_rows
 from .stores import (
@@ -33,9 +33,7 @@ from .stores import (
     store_box,
     write_quarter,
 )
-from .turns import answer, ask, forget, own, post, posted, turns_of
-
-copy = gluon_copy()
+from .turns import answer, ask, column_tiles, forget, numbers_of, post, posted, turns_of
 
 
 class Plan(NamedTuple):
@@ -58,10 +56,10 @@ class Plan(NamedTuple):
     group_m: int
     """Row tiles that walk the columns side by side."""
     shared: bool
-    """Whoever is free takes the next tile; else they are dealt out."""
+    """Tiles go to whichever program is free; else they are dealt out."""
     boxed: bool
     """The result is written through TMA, as boxes [64, 64] of [E * m, n]."""
-    bn: int = 256
+    bn: int
     left_turned: bool = True
     right_turned: bool = False
     copied: bool = True
@@ -76,7 +74,7 @@ class Operands(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where it goes; `boxes` of it, by way of `staged`, if it is boxed."""
+    """Memory that a result goes to; `boxes` of it, by way of `staged`, if it is boxed."""
 
     out: Any
     boxes: Any
@@ -84,7 +82,7 @@ class Result(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What all warpgroups share; `total` tiles."""
+    """Things that all warpgroups share; `total` tiles."""
 
     expert_offsets: Any
     total: Any
@@ -92,8 +90,8 @@ class Work(NamedTuple):
     turns: Any
 
 
-class Rows(NamedTuple):
-    """A step's rows of the reduction."""
+class Step(NamedTuple):
+    """BK rows of the reduction, and the tile of which they are a step."""
 
     first: Any
     end: Any
@@ -101,18 +99,33 @@ class Rows(NamedTuple):
     row: Any
     """First row of the tile, in the result."""
     column: Any
-    slots: Any
-    """What row_to_slot has for them, [BK]."""
+
+
+class Queue(NamedTuple):
+    """Tiles of a program's, for its producer."""
+
+    at: Any
+    """Number of the tile at hand."""
+    asked: Any
+    """The one after it, as `ask` has it, if they are shared."""
+    turn: Any
+
+
+class Tile(NamedTuple):
+    """Tile of a turn, for the others."""
+
+    expert: Any
+    row: Any
+    """Number of the row tile."""
+    steps: Any
+    """Steps that it takes; -1: there is no tile left."""
+    column: Any
+    """Number of the column tile."""
 
 
 @gluon.constexpr_function
 def _row_tiles(plan):
     return (plan.m + plan.bm - 1) // plan.bm
-
-
-@gluon.constexpr_function
-def _column_tiles(plan):
-    return (plan.n + plan.bn - 1) // plan.bn
 
 
 @gluon.constexpr_function
@@ -123,127 +136,129 @@ def _waits(plan):
 
 
 @gluon.jit
-def _rows():
-    """Numbers of a step's rows."""
-    by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    return gl.arange(0, BK, gl.SliceLayout(1, by))
+def _rows(step):
+    """Numbers of a step's rows, in the layout of their copy."""
+    return step.first + gl.arange(0, BK, gl.SliceLayout(1, rows_layout()))
 
 
 @gluon.jit
 def _columns(first, WIDTH: gl.constexpr):
     """Numbers of columns from `first` on, [1, WIDTH]."""
-    by: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    return gl.expand_dims(first + gl.arange(0, WIDTH, gl.SliceLayout(0, by)), 0)
+    return gl.expand_dims(first + gl.arange(0, WIDTH, gl.SliceLayout(0, rows_layout())), 0)
 
 
 @gluon.jit
-def _tell(at, turn, work, PLAN: gl.constexpr):
-    """Tells the others that a turn is tile `at`: its expert, row tile, steps (-1 past the last
-    tile) and column tile. Returns (first row of the reduction, the one after its last, first row
-    and column of the tile)."""
+def _tell(queue, work, PLAN: gl.constexpr):
+    """Tells the others a turn's tile; returns its first Step."""
     NUM_M: gl.constexpr = _row_tiles(PLAN)
-    NUM_N: gl.constexpr = _column_tiles(PLAN)
-    inside = gl.minimum(at, work.total - 1)
-    expert = inside // (NUM_M * NUM_N)
+    NUM_N: gl.constexpr = column_tiles(PLAN)
+    at = gl.minimum(queue.at, work.total - 1)
+    expert = at // (NUM_M * NUM_N)
     begin = gl.load(work.expert_offsets + expert)
     end = gl.load(work.expert_offsets + expert + 1)
-    tile, column = in_groups(inside % (NUM_M * NUM_N), NUM_M, NUM_N, PLAN.group_m)
+    row, column = in_groups(at % (NUM_M * NUM_N), NUM_M, NUM_N, PLAN.group_m)
     steps = (end - begin + BK - 1) // BK
-    if at >= work.total:
+    if queue.at >= work.total:
         steps = gl.to_tensor(-1)
-    post(work.turns, turn, (expert, tile, steps, column))
-    return begin, end, tile * PLAN.bm, column * PLAN.bn
+    post(work.turns, queue.turn, Tile(expert, row, steps, column))
+    return Step(begin, end, row * PLAN.bm, column * PLAN.bn)
 
 
 @gluon.jit
-def _tile(at, asked, turn, work, PLAN: gl.constexpr):
-    """The first tile with rows from `at` on; the others are told of all up to it. Returns (its
-    number, the one that was asked for after it, its turn, what `_tell` returns)."""
-    first, end, row, column = _tell(at, turn, work, PLAN)
-    while (at < work.total) & (first >= end):
-        at, asked = _after(at, asked, work, PLAN)
-        turn += 1
-        first, end, row, column = _tell(at, turn, work, PLAN)
-    return at, asked, turn, first, end, row, column
+def _told(work, turn):
+    """Tile of a turn, once it is there; `forget` says that it has been read."""
+    expert, row, steps, column = posted(work.turns, turn)
+    return Tile(expert, row, steps, column)
 
 
 @gluon.jit
-def _ask(work, PLAN: gl.constexpr):
-    """Asks for the tile after the program's first."""
+def _first(work, PLAN: gl.constexpr):
+    """Queue at the program's first tile."""
     if PLAN.shared:
-        return ask(work.turns)
+        asked = ask(work.turns)
     else:
-        return gl.to_tensor(0)  # not used
+        asked = gl.to_tensor(0)  # not used
+    return Queue(gl.program_id(0), asked, gl.to_tensor(0))
 
 
 @gluon.jit
-def _after(at, asked, work, PLAN: gl.constexpr):
-    """(the program's tile after `at`, one that is asked for now)."""
+def _next(queue, work, PLAN: gl.constexpr):
+    """The same at the tile after it; asks for the one after that."""
     if PLAN.shared:
-        return answer(asked), ask(work.turns)
+        return Queue(answer(queue.asked), ask(work.turns), queue.turn + 1)
     else:
-        return at + gl.num_programs(0), asked
+        return Queue(queue.at + gl.num_programs(0), queue.asked, queue.turn + 1)
 
 
 @gluon.jit
-def _slots(operands, first, end):
-    """What row_to_slot has for a step's rows, in the layout of their copy."""
-    rows = first + _rows()
-    return gl.load(operands.row_to_slot + rows, mask=rows < end, other=0)
+def _with_rows(queue, work, PLAN: gl.constexpr):
+    """(the same at the first tile from there on that has rows, its first Step); tells the others
+    of all up to it."""
+    step = _tell(queue, work, PLAN)
+    while (queue.at < work.total) & (step.first >= step.end):
+        queue = _next(queue, work, PLAN)
+        step = _tell(queue, work, PLAN)
+    return queue, step
 
 
 @gluon.jit
-def _copy(operands, rows, ring, stage, PLAN: gl.constexpr):
+def _slots(operands, step):
+    """Slots of a step's rows, [BK]."""
+    rows = _rows(step)
+    return gl.load(operands.row_to_slot + rows, mask=rows < step.end, other=0)
+
+
+@gluon.jit
+def _copy(operands, step, slots, ring, stage, PLAN: gl.constexpr):
     """Begins to copy a step's rows of the gathered operand, as many columns as a tile has; zeros
     where a row or a column is past the end."""
     PARTS: gl.constexpr = PLAN.parts
-    source = (rows.slots // PLAN.gather).to(gl.int64) * PLAN.stride_gathered
+    source = (slots // PLAN.gather).to(gl.int64) * PLAN.stride_gathered
     source = operands.gathered + gl.expand_dims(source, 1)  # [BK, 1]
-    inside = gl.expand_dims(rows.first + _rows() < rows.end, 1)
+    inside = gl.expand_dims(_rows(step) < step.end, 1)
     if PLAN.gather_left:
         for part in gl.static_range(PARTS):
-            m = _columns(rows.row + 64 * part, 64)
+            m = _columns(step.row + 64 * part, 64)
             left = ring.left.index(PARTS * stage + part)
             copy(left, source + m, inside & (m < PLAN.m))
     else:
-        n = _columns(rows.column, PLAN.bn)
+        n = _columns(step.column, PLAN.bn)
         copy(ring.right.index(stage), source + n, inside & (n < PLAN.n))
 
 
 @gluon.jit
-def _load(operands, rows, ring, stage, PLAN: gl.constexpr):
+def _load(operands, step, ring, stage, PLAN: gl.constexpr):
     """Begins to load a step's rows of the dense operand."""
     PARTS: gl.constexpr = PLAN.parts
     full = ring.full.index(stage)
     if PLAN.gather_left:
         mbarrier.expect(full, BK * PLAN.bn * 2)
         right = ring.right.index(stage)
-        load_rows(operands.dense_box, rows.first, rows.end, rows.column, full, right)
+        load_rows(operands.dense_box, step.first, step.end, step.column, full, right)
     else:
         mbarrier.expect(full, BK * PLAN.bm * 2)
         for part in gl.static_range(PARTS):
             left = ring.left.index(PARTS * stage + part)
-            m = rows.row + 64 * part
-            load_rows(operands.dense_box, rows.first, rows.end, m, full, left)
+            m = step.row + 64 * part
+            load_rows(operands.dense_box, step.first, step.end, m, full, left)
 
 
 @gluon.jit
 def _produce(operands, work, PLAN: gl.constexpr):
-    step, turn, asked = 0, gl.to_tensor(0), _ask(work, PLAN)
-    at, asked, turn, first, end, row, column = _tile(gl.program_id(0), asked, turn, work, PLAN)
-    rows = Rows(first, end, row, column, _slots(operands, first, end))
-    while at < work.total:
-        first, end, row, column = rows.first + BK, rows.end, rows.row, rows.column
-        if first >= end:
-            at, asked = _after(at, asked, work, PLAN)
-            at, asked, turn, first, end, row, column = _tile(at, asked, turn + 1, work, PLAN)
-        following = Rows(first, end, row, column, _slots(operands, first, end))
-        stage = wait_empty(work.ring, step, PLAN)
-        _copy(operands, rows, work.ring, stage, PLAN)
-        _load(operands, rows, work.ring, stage, PLAN)
+    filled = 0
+    queue, step = _with_rows(_first(work, PLAN), work, PLAN)
+    slots = _slots(operands, step)
+    while queue.at < work.total:
+        after = Step(step.first + BK, step.end, step.row, step.column)
+        if after.first >= after.end:
+            queue, after = _with_rows(_next(queue, work, PLAN), work, PLAN)
+        slots_after = _slots(operands, after)
+        stage = wait_empty(work.ring, filled, PLAN)
+        _copy(operands, step, slots, work.ring, stage, PLAN)
+        _load(operands, step, work.ring, stage, PLAN)
         async_copy.mbarrier_arrive(work.ring.full.index(stage), increment_count=False)
-        step += 1
-        rows = following
+        filled += 1
+        step, slots = after, slots_after
 
 
 @gluon.jit
@@ -268,17 +283,17 @@ def _store(acc, result, expert, row, column, PART: gl.constexpr, PLAN: gl.conste
 def _store_at_once(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     """Computes 64 rows of each tile and stores them, or adds them, when they are ready."""
     step, turn = 0, 0
-    _, _, steps, _ = posted(work.turns, 0)
+    steps = _told(work, 0).steps
     while steps >= 0:
         acc = multiply(work.ring, step, steps, PART, PLAN)
-        expert, tile, _, column = own(work.turns, turn)  # not before: registers are few
+        expert, row, _, column = numbers_of(work.turns, turn)  # not before: registers are few
         forget(work.turns, turn)
         if steps > 0 or not PLAN.add:  # to an expert without rows nothing is added
-            row = tile * PLAN.bm + 64 * PART
-            _store(acc, result, expert, row, column * PLAN.bn, PART, PLAN)
+            m = row * PLAN.bm + 64 * PART
+            _store(acc, result, expert, m, column * PLAN.bn, PART, PLAN)
         step += steps
         turn += 1
-        _, _, steps, _ = posted(work.turns, turn)
+        steps = _told(work, turn).steps
 
 
 @gluon.jit
@@ -286,18 +301,18 @@ def _store_beside(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     """Computes 64 rows of each tile and stores them beside the next one's products."""
     dtype: gl.constexpr = result.staged.dtype
     step, turn = 0, 0
-    expert, tile, steps, column = posted(work.turns, 0)
-    waiting = Waiting(rounded(sums_of(PLAN), dtype), tile, steps * 0, column)
-    while steps >= 0:
+    tile = _told(work, 0)
+    waiting = Waiting(rounded(sums_of(PLAN), dtype), tile.row, tile.steps * 0, tile.column)
+    while tile.steps >= 0:
         forget(work.turns, turn)
         writer = Writer(result.boxes, result.staged, waiting, PART)
-        acc = multiply_beside(work.ring, step, steps, PART, writer, write_quarter, 4, PLAN)
-        first = expert * PLAN.m
-        row = first + tile * PLAN.bm + 64 * PART
-        waiting = Waiting(rounded(acc, dtype), row, first + PLAN.m, column * PLAN.bn)
-        step += steps
+        acc = multiply_beside(work.ring, step, tile.steps, PART, writer, write_quarter, 4, PLAN)
+        first = tile.expert * PLAN.m
+        row, end = first + tile.row * PLAN.bm + 64 * PART, first + PLAN.m
+        waiting = Waiting(rounded(acc, dtype), row, end, tile.column * PLAN.bn)
+        step += tile.steps
         turn += 1
-        expert, tile, steps, column = posted(work.turns, turn)
+        tile = _told(work, turn)
     for i in gl.static_range(4):
         write_quarter(Writer(result.boxes, result.staged, waiting, PART), i)
 
@@ -319,7 +334,7 @@ def dw_hopper_kernel(
     """`dense_box`: rows of [64, bn], or [64, 64] where its columns are the result's rows; `boxes`:
     of `out` as [E * m, n], rows of [64, 64]; or `out` itself. `taken` is one zero, if tiles are
     shared."""
-    total = experts * (_row_tiles(PLAN) * _column_tiles(PLAN))
+    total = experts * (_row_tiles(PLAN) * column_tiles(PLAN))
     ring, turns = ring_of(gathered.dtype.element_ty, PLAN), turns_of(taken, PLAN)
     staged = ring.left  # not used
     if PLAN.boxed:

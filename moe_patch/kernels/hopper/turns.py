@@ -1,4 +1,4 @@
-"""Which program does which tile: whoever is free takes the next. (dw may deal them out.)
+"""Tiles, one after the other, to whichever program is free. (dw may deal them out.)
 
 So tiles that take long are no one program's, and those at work lie close together, with their
 operands in the L2 cache. The order in which tiles are done changes no bit of them.
@@ -34,7 +34,7 @@ class Turns(NamedTuple):
     taken: Any
     """How many turns are taken, besides the first of every program; in global memory."""
     slot: Any
-    """Memory for what two turns are: a Place, or four other numbers."""
+    """Memory for four numbers of each of two turns: a Place, or what dw tells."""
     full: Any
     empty: Any
 
@@ -153,10 +153,13 @@ def tell(turns, turn, at, tiles, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def own(turns, turn):
-    """The four numbers of a turn, a Place, for whoever knows that they are there."""
-    return Place(
-        _read(turns, turn, 0), _read(turns, turn, 1), _read(turns, turn, 2), _read(turns, turn, 3)
+def numbers_of(turns, turn):
+    """The four numbers of a turn, for whoever knows that they are there."""
+    return (
+        _read(turns, turn, 0),
+        _read(turns, turn, 1),
+        _read(turns, turn, 2),
+        _read(turns, turn, 3),
     )
 
 
@@ -164,13 +167,20 @@ def own(turns, turn):
 def posted(turns, turn):
     """The four numbers of a turn, for the others; they stay until `forget`."""
     mbarrier.wait(turns.full.index(turn % 2), (turn // 2) & 1)
-    return own(turns, turn)
+    return numbers_of(turns, turn)
 
 
 @gluon.jit
 def forget(turns, turn):
     """Says that a turn's numbers have been read."""
     mbarrier.arrive(turns.empty.index(turn % 2), count=1)
+
+
+@gluon.jit
+def own(turns, turn):
+    """The Place of a turn, for the producer."""
+    expert, first, end, column = numbers_of(turns, turn)
+    return Place(expert, first, end, column)
 
 
 @gluon.jit
