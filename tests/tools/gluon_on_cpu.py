@@ -476,6 +476,7 @@ def _expect(where: Any, size: Any, pred: Any = True) -> None:
 
 def _tma_load(box: Box, at: Any, where: Any, to: Shared, pred: Any = True) -> None:
     assert box.block_shape == tuple(to.shape), (box.block_shape, to.shape)
+    assert box.kind == to.v.dtype, (box.kind, to.v.dtype)
     barrier, at = _barrier(where), [int(each) for each in at]
 
     def comes() -> None:
@@ -487,6 +488,8 @@ def _tma_load(box: Box, at: Any, where: Any, to: Shared, pred: Any = True) -> No
 
 
 def _tma_store(box: Box, at: Any, what: Shared) -> None:
+    assert box.block_shape == tuple(what.shape), (box.block_shape, what.shape)
+    assert box.kind == what.v.dtype, (box.kind, what.v.dtype)
     task, at = here(), [int(each) for each in at]
     goes = once(lambda: box.write(at, what.v))
     task.stores.append(goes)
