@@ -121,7 +121,7 @@ def _form(m: int, rows: int, stages: int, add: bool) -> Form:
     in the L2 cache anyway.
     """
     few = rows < FEW
-    if not few and 8 * 192 * cdiv(m, 192) <= 9 * 128 * cdiv(m, 128):
+    if not few and not add and 8 * 192 * cdiv(m, 192) <= 9 * 128 * cdiv(m, 128):
         return Form(192, min(stages, 3), 12, False)
     # what is added to passes through shared memory, too
     return Form(128, min(stages, 3) if add else stages, 2 if few else 12, few)

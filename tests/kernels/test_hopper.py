@@ -214,6 +214,31 @@ def test_dw(monkeypatch, number, few, hopper, ours):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("few", [0, 512])
+@pytest.mark.parametrize("used", [(), (5,), (0, 63), (0, 20, 21, 60)])
+def test_dw_where_many_experts_have_no_rows(monkeypatch, few, add, used, hopper, ours):
+    """Each program then has several such tiles one after the other."""
+    monkeypatch.setattr(dw, "FEW", few)
+    index = torch.randint(0, 64, (700, 1), device=hopper)
+    for expert in range(64):
+        if expert not in used:
+            index[index == expert] = used[expert % len(used)] if used else 64
+    order, _ = sort(index, 64, torch.bfloat16, 128)
+    p, q = (torch.randn(700, 1024, device=hopper).bfloat16() for _ in range(2))
+    start = torch.randn(64, 1024, 1024, device=hopper).bfloat16()
+
+    def gradient(tile):
+        with tiles.forced("dw_gathered", tile):
+            return dw.dw(p, q, order, gather=1, out=start.clone(), add=add)
+
+    expected = gradient(Tile(128, 256, 64, 8, 3))
+    assert not ours
+    assert torch.equal(gradient(Tile(128, 256, 64, ROLES, 4)), expected) and ours == [True]
+    assert add or not expected[[e for e in range(64) if e not in used]].any()
+
+
+@pytest.mark.gpu
 def test_other_operands_run_in_triton(hopper, ours):
     """Biases, a gather, and rows that no box takes."""
     index = torch.randint(0, 2, (600, 1), device=hopper)

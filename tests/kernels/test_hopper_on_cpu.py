@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import types
 
@@ -182,6 +183,28 @@ def test_dw(monkeypatch, seed, few):
             assert bool(out[e].isnan().all())
         else:
             assert close(out[e], truth[e])
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("few", [0, 512])
+@pytest.mark.parametrize("used", [(), (3,), (0, 11), (0, 5, 11)])
+def test_dw_where_many_experts_have_no_rows(monkeypatch, few, add, used):
+    """A program then has several such tiles one after the other."""
+    monkeypatch.setattr(dw, "FEW", few)
+    monkeypatch.setattr(chips, "multiprocessors", lambda device: 2)
+    index = torch.full((100, 1), 12)
+    if used:
+        index = torch.tensor(used)[torch.randint(len(used), (100, 1))]
+    order, _ = sort(index, 12, DTYPE, 128)
+    p, q = torch.randn(100, 200).to(DTYPE), torch.randn(100, 264).to(DTYPE)
+    start = torch.randn(12, 200, 264).to(DTYPE)
+    out = start.clone()
+    with on_cpu():
+        assert dw._on_hopper(p, q, order, 1, out, add, Tile(128, 256, 64, ROLES, 3))
+    for expert, (begin, end) in enumerate(itertools.pairwise(order.expert_offsets.tolist())):
+        truth = start[expert].double() * add
+        truth += p[order.row_to_slot[begin:end].long()].double().T @ q[begin:end].double()
+        assert close(out[expert], truth) if end > begin else torch.equal(out[expert], truth.half())
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -271,6 +271,14 @@ def compile_for(chip, shapes, dtypes, without):
                 print(f"{chip} {shape} {dtype} {line(target, launch)}", flush=True)
 
 
+def unread_barriers(ir):
+    """Barriers of a kernel in Gluon that are made ready and never waited for. Their memory is given
+    to something else meanwhile, over which they may be written."""
+    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64", ir)
+    shared = set(re.findall(r"%\w+", "".join(re.findall(r"ttg\.warp_specialize\((.*?)\)", ir))))
+    return [each for each in made if each not in shared]
+
+
 def line(target, launch):
     """Kernel, tile, warps, stages: registers, spills, shared memory (what is declared in PTX, too),
     seconds."""
@@ -293,6 +301,7 @@ def line(target, launch):
         f"registers {','.join(registers) or '-'}, spills {','.join(spills) or '-'}, "
         f"shared {compiled.metadata.shared + declared}, {time.time() - start:.1f} s"
         + (" SERIALISED" if "C7510" in log or "C7515" in log else "")
+        + (" UNREAD BARRIER" if unread_barriers(compiled.asm.get("ttgir", "")) else "")
     )
 
 

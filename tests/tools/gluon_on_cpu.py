@@ -519,8 +519,7 @@ def _copy(to: Shared, pointer: P, mask: Any = None) -> None:
 def _copies_arrive(where: Any, increment_count: bool = True) -> None:
     """128 threads arrive once what they copied so far is there."""
     barrier, task = _barrier(where), here()
-    before = [copy for group in task.groups for copy in group]
-    task.groups = [[]]
+    before = [copy for group in task.groups for copy in group]  # they stay in their groups
 
     def comes() -> None:
         for copy in before:

@@ -4,9 +4,9 @@ Columns of the gathered one come by cp.async, those of the other through TMA. Ro
 end are zeros in both, because a neighbour's may hold NaN. The gathered operand's columns are the
 result's rows or its columns: as the result lies.
 
-The producer looks a step's tokens up before the turn of that step, and tells the others which tile
-is next. Where a tile's stores take as long as its products, its sums wait in registers and are
-stored beside the next tile's products.
+The producer looks the slots of a step's rows up two steps before it copies them, and tells the
+others which tile is next. Where a tile's stores take as long as its products, its sums wait in
+registers and are stored beside the next tile's products; what is added to comes beside its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..tiling import in_groups
 from .gather import copy, rows_layout
 from .ring import BK, multiply, multiply_beside, ring_of, sums_of, wait_empty
-from .rows import load_rows
+from .rows import load_rows, store_rows
 from .stores import (
     Waiting,
     Writer,
@@ -34,6 +34,10 @@ from .stores import (
     write_quarter,
 )
 from .turns import answer, ask, column_tiles, forget, numbers_of, post, posted, turns_of
+
+LOOKUPS = gl.constexpr(4)
+"""Steps whose slots there is memory for: the one at hand, two that are looked up, and one that a
+warp may still read."""
 
 
 class Plan(NamedTuple):
@@ -71,6 +75,8 @@ class Operands(NamedTuple):
     gathered: Any
     dense_box: Any
     row_to_slot: Any
+    slots: Any
+    """Memory for the slots of LOOKUPS steps' rows."""
 
 
 class Result(NamedTuple):
@@ -79,6 +85,8 @@ class Result(NamedTuple):
     out: Any
     boxes: Any
     staged: Any
+    came: Any
+    """Each warpgroup's barrier for what it adds to, which comes into `staged`."""
 
 
 class Work(NamedTuple):
@@ -97,7 +105,7 @@ class Step(NamedTuple):
     end: Any
     """The row after the expert's last."""
     row: Any
-    """First row of the tile, in the result."""
+    """First row of the tile, in the result; below 0: there is no step left."""
     column: Any
 
 
@@ -108,7 +116,8 @@ class Queue(NamedTuple):
     """Number of the tile at hand."""
     asked: Any
     """The one after it, as `ask` has it, if they are shared."""
-    turn: Any
+    told: Any
+    """How many the others have been told."""
 
 
 class Tile(NamedTuple):
@@ -118,7 +127,7 @@ class Tile(NamedTuple):
     row: Any
     """Number of the row tile."""
     steps: Any
-    """Steps that it takes; -1: there is no tile left."""
+    """Steps that it takes; 0: there is no tile left."""
     column: Any
     """Number of the column tile."""
 
@@ -136,32 +145,9 @@ def _waits(plan):
 
 
 @gluon.jit
-def _rows(step):
-    """Numbers of a step's rows, in the layout of their copy."""
-    return step.first + gl.arange(0, BK, gl.SliceLayout(1, rows_layout()))
-
-
-@gluon.jit
 def _columns(first, WIDTH: gl.constexpr):
     """Numbers of columns from `first` on, [1, WIDTH]."""
     return gl.expand_dims(first + gl.arange(0, WIDTH, gl.SliceLayout(0, rows_layout())), 0)
-
-
-@gluon.jit
-def _tell(queue, work, PLAN: gl.constexpr):
-    """Tells the others a turn's tile; returns its first Step."""
-    NUM_M: gl.constexpr = _row_tiles(PLAN)
-    NUM_N: gl.constexpr = column_tiles(PLAN)
-    at = gl.minimum(queue.at, work.total - 1)
-    expert = at // (NUM_M * NUM_N)
-    begin = gl.load(work.expert_offsets + expert)
-    end = gl.load(work.expert_offsets + expert + 1)
-    row, column = in_groups(at % (NUM_M * NUM_N), NUM_M, NUM_N, PLAN.group_m)
-    steps = (end - begin + BK - 1) // BK
-    if queue.at >= work.total:
-        steps = gl.to_tensor(-1)
-    post(work.turns, queue.turn, Tile(expert, row, steps, column))
-    return Step(begin, end, row * PLAN.bm, column * PLAN.bn)
 
 
 @gluon.jit
@@ -185,27 +171,65 @@ def _first(work, PLAN: gl.constexpr):
 def _next(queue, work, PLAN: gl.constexpr):
     """The same at the tile after it; asks for the one after that."""
     if PLAN.shared:
-        return Queue(answer(queue.asked), ask(work.turns), queue.turn + 1)
+        return Queue(answer(queue.asked), ask(work.turns), queue.told)
     else:
-        return Queue(queue.at + gl.num_programs(0), queue.asked, queue.turn + 1)
+        return Queue(queue.at + gl.num_programs(0), queue.asked, queue.told)
 
 
 @gluon.jit
-def _with_rows(queue, work, PLAN: gl.constexpr):
-    """(the same at the first tile from there on that has rows, its first Step); tells the others
-    of all up to it."""
-    step = _tell(queue, work, PLAN)
-    while (queue.at < work.total) & (step.first >= step.end):
-        queue = _next(queue, work, PLAN)
-        step = _tell(queue, work, PLAN)
-    return queue, step
+def _rows_of(queue, work, PLAN: gl.constexpr):
+    """(expert, its first row, the row after its last) of a tile; the last one's after it."""
+    NUM_M: gl.constexpr = _row_tiles(PLAN)
+    at = gl.minimum(queue.at, work.total - 1)
+    expert = at // (NUM_M * column_tiles(PLAN))
+    return expert, gl.load(work.expert_offsets + expert), gl.load(work.expert_offsets + expert + 1)
 
 
 @gluon.jit
-def _slots(operands, step):
-    """Slots of a step's rows, [BK]."""
-    rows = _rows(step)
-    return gl.load(operands.row_to_slot + rows, mask=rows < step.end, other=0)
+def _tell(queue, work, PLAN: gl.constexpr):
+    """Tells the others the tile at hand, or that there is none: (Queue, the tile's first Step). To
+    an expert without rows nothing is added; without `add` such a tile is a step of zeros, so that
+    as many tiles are told ahead as steps."""
+    NUM_M: gl.constexpr = _row_tiles(PLAN)
+    NUM_N: gl.constexpr = column_tiles(PLAN)
+    expert, begin, end = _rows_of(queue, work, PLAN)
+    if PLAN.add:
+        while (begin == end) & (queue.at < work.total):
+            queue = _next(queue, work, PLAN)
+            expert, begin, end = _rows_of(queue, work, PLAN)
+    row, column = in_groups(queue.at % (NUM_M * NUM_N), NUM_M, NUM_N, PLAN.group_m)
+    steps = gl.maximum((end - begin + BK - 1) // BK, 1)
+    if queue.at >= work.total:
+        row, steps = gl.to_tensor(-1), gl.to_tensor(0)
+    post(work.turns, queue.told, Tile(expert, row, steps, column))
+    queue = Queue(queue.at, queue.asked, queue.told + 1)
+    return queue, Step(begin, end, row * PLAN.bm, column * PLAN.bn)
+
+
+@gluon.jit
+def _after(queue, step, work, PLAN: gl.constexpr):
+    """(Queue, Step) after that."""
+    after = Step(step.first + BK, step.end, step.row, step.column)
+    if (after.first >= after.end) & (step.row >= 0):
+        queue, after = _tell(_next(queue, work, PLAN), work, PLAN)
+    return queue, after
+
+
+@gluon.jit
+def _look_up(operands, step, at):
+    """Begins to copy the slots of a step's rows, as the program's `at`-th."""
+    by: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    rows = step.first + gl.arange(0, BK, by)
+    copy(operands.slots.index(at % LOOKUPS), operands.row_to_slot + rows, rows < step.end)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _looked_up(operands, at):
+    """Slots [BK] of the program's `at`-th step, once they are there; that the next one's are not is
+    no reason to wait."""
+    async_copy.wait_group(1)
+    return operands.slots.index(at % LOOKUPS).load(gl.SliceLayout(1, rows_layout()))
 
 
 @gluon.jit
@@ -213,9 +237,10 @@ def _copy(operands, step, slots, ring, stage, PLAN: gl.constexpr):
     """Begins to copy a step's rows of the gathered operand, as many columns as a tile has; zeros
     where a row or a column is past the end."""
     PARTS: gl.constexpr = PLAN.parts
+    by: gl.constexpr = gl.SliceLayout(1, rows_layout())
     source = (slots // PLAN.gather).to(gl.int64) * PLAN.stride_gathered
     source = operands.gathered + gl.expand_dims(source, 1)  # [BK, 1]
-    inside = gl.expand_dims(_rows(step) < step.end, 1)
+    inside = gl.expand_dims(step.first + gl.arange(0, BK, by) < step.end, 1)
     if PLAN.gather_left:
         for part in gl.static_range(PARTS):
             m = _columns(step.row + 64 * part, 64)
@@ -245,20 +270,22 @@ def _load(operands, step, ring, stage, PLAN: gl.constexpr):
 
 @gluon.jit
 def _produce(operands, work, PLAN: gl.constexpr):
+    """Fills stages, and looks two steps ahead for the slots of their rows."""
     filled = 0
-    queue, step = _with_rows(_first(work, PLAN), work, PLAN)
-    slots = _slots(operands, step)
-    while queue.at < work.total:
-        after = Step(step.first + BK, step.end, step.row, step.column)
-        if after.first >= after.end:
-            queue, after = _with_rows(_next(queue, work, PLAN), work, PLAN)
-        slots_after = _slots(operands, after)
+    queue, step = _tell(_first(work, PLAN), work, PLAN)
+    _look_up(operands, step, 0)
+    queue, second = _after(queue, step, work, PLAN)
+    _look_up(operands, second, 1)
+    while step.row >= 0:
+        slots = _looked_up(operands, filled)
+        queue, third = _after(queue, second, work, PLAN)
+        _look_up(operands, third, filled + 2)
         stage = wait_empty(work.ring, filled, PLAN)
         _copy(operands, step, slots, work.ring, stage, PLAN)
         _load(operands, step, work.ring, stage, PLAN)
         async_copy.mbarrier_arrive(work.ring.full.index(stage), increment_count=False)
         filled += 1
-        step, slots = after, slots_after
+        step, second = second, third
 
 
 @gluon.jit
@@ -268,10 +295,8 @@ def _store(acc, result, expert, row, column, PART: gl.constexpr, PLAN: gl.conste
         first, end = expert * PLAN.m + row, (expert + 1) * PLAN.m
         quarters = in_quarters(acc)
         for i in gl.static_range(4):
-            sums, n = quarters[i], column + 64 * i
-            if PLAN.add:
-                sums = added(sums, result.out, first, end, n, PLAN.n, PLAN.stride_m)
-            store_box(sums, result.boxes, result.staged, first, end, n, PART, i % 2)
+            n = column + 64 * i
+            store_box(quarters[i], result.boxes, result.staged, first, end, n, PART, i % 2)
     else:
         to = result.out + expert.to(gl.int64) * PLAN.stride_e
         if PLAN.add:
@@ -284,16 +309,52 @@ def _store_at_once(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     """Computes 64 rows of each tile and stores them, or adds them, when they are ready."""
     step, turn = 0, 0
     steps = _told(work, 0).steps
-    while steps >= 0:
+    while steps > 0:
         acc = multiply(work.ring, step, steps, PART, PLAN)
         expert, row, _, column = numbers_of(work.turns, turn)  # not before: registers are few
         forget(work.turns, turn)
-        if steps > 0 or not PLAN.add:  # to an expert without rows nothing is added
-            m = row * PLAN.bm + 64 * PART
-            _store(acc, result, expert, m, column * PLAN.bn, PART, PLAN)
+        m = row * PLAN.bm + 64 * PART
+        _store(acc, result, expert, m, column * PLAN.bn, PART, PLAN)
         step += steps
         turn += 1
         steps = _told(work, turn).steps
+
+
+@gluon.jit
+def _came(PLAN: gl.constexpr):
+    """A barrier for each warpgroup that multiplies."""
+    PARTS: gl.constexpr = PLAN.parts
+    came = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    for part in gl.static_range(PARTS):
+        mbarrier.init(came.index(part), count=1)
+    return came
+
+
+@gluon.jit
+def _add(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
+    """Computes 64 rows of each tile and adds them to what is there, which comes meanwhile."""
+    step, turn = 0, 0
+    came = result.came.index(PART)
+    tile = _told(work, 0)
+    while tile.steps > 0:
+        forget(work.turns, turn)
+        row, end = tile.expert * PLAN.m + tile.row * PLAN.bm + 64 * PART, (tile.expert + 1) * PLAN.m
+        tma.store_wait(0)
+        mbarrier.expect(came, 4 * 64 * 64 * 2)
+        for i in gl.static_range(4):
+            box = result.staged.index(4 * PART + i)
+            load_rows(result.boxes, row, end, tile.column * PLAN.bn + 64 * i, came, box)
+        quarters = in_quarters(multiply(work.ring, step, tile.steps, PART, PLAN))
+        mbarrier.wait(came, turn & 1)
+        for i in gl.static_range(4):
+            box = result.staged.index(4 * PART + i)
+            sums = quarters[i] + box.load(quarters[i].type.layout).to(gl.float32)
+            box.store(sums.to(box.dtype))
+            fence_async_shared()
+            store_rows(result.boxes, row, end, tile.column * PLAN.bn + 64 * i, box)
+        step += tile.steps
+        turn += 1
+        tile = _told(work, turn)
 
 
 @gluon.jit
@@ -303,7 +364,7 @@ def _store_beside(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     step, turn = 0, 0
     tile = _told(work, 0)
     waiting = Waiting(rounded(sums_of(PLAN), dtype), tile.row, tile.steps * 0, tile.column)
-    while tile.steps >= 0:
+    while tile.steps > 0:
         forget(work.turns, turn)
         writer = Writer(result.boxes, result.staged, waiting, PART)
         acc = multiply_beside(work.ring, step, tile.steps, PART, writer, write_quarter, 4, PLAN)
@@ -321,6 +382,8 @@ def _store_beside(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
 def _consume(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     if _waits(PLAN):
         _store_beside(result, work, PART, PLAN)
+    elif PLAN.boxed and PLAN.add:
+        _add(result, work, PART, PLAN)
     else:
         _store_at_once(result, work, PART, PLAN)
     tma.store_wait(0)
@@ -336,11 +399,15 @@ def dw_hopper_kernel(
     shared."""
     total = experts * (_row_tiles(PLAN) * column_tiles(PLAN))
     ring, turns = ring_of(gathered.dtype.element_ty, PLAN), turns_of(taken, PLAN)
-    staged = ring.left  # not used
+    staged, came = ring.left, ring.full  # not used
     if PLAN.boxed:
-        staged = staged_for(gathered.dtype.element_ty, PLAN)
-    operands = Operands(gathered, dense_box, row_to_slot)
-    result, work = Result(out, boxes, staged), Work(expert_offsets, total, ring, turns)
+        staged = staged_for(gathered.dtype.element_ty, PLAN, 4 if PLAN.add else 2)
+    if PLAN.boxed and PLAN.add:  # memory of barriers that nobody reads would be somebody else's
+        came = _came(PLAN)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [LOOKUPS, BK], plain)
+    operands = Operands(gathered, dense_box, row_to_slot, slots)
+    result, work = Result(out, boxes, staged, came), Work(expert_offsets, total, ring, turns)
     if PLAN.parts == 3:
         gl.warp_specialize(
             [

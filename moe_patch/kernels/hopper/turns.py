@@ -17,6 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..tiling import place
 
+SLOTS = gl.constexpr(4)
+"""Turns that may be told and not be read yet. dw tells of two tiles before it copies the one at
+hand, whose warpgroups may have the one before it."""
+
 
 class Tiles(NamedTuple):
     """An ExpertOrder's tiles inside a kernel, and how many turns they are."""
@@ -28,13 +32,13 @@ class Tiles(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The producer takes a tile for its program and tells the others through two slots, so that
+    """The producer takes a tile for its program and tells the others through SLOTS slots, so that
     nobody else waits for global memory."""
 
     taken: Any
     """How many turns are taken, besides the first of every program; in global memory."""
     slot: Any
-    """Memory for four numbers of each of two turns: a Place, or what dw tells."""
+    """Memory for four numbers of each turn: a Place, or what dw tells."""
     full: Any
     empty: Any
 
@@ -75,10 +79,10 @@ def tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexp
 def turns_of(taken, PLAN: gl.constexpr):
     """Turns with their barriers ready; `taken` is one zero in global memory."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slot = gl.allocate_shared_memory(gl.int32, [8, 1], layout)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+    slot = gl.allocate_shared_memory(gl.int32, [4 * SLOTS, 1], layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=PLAN.parts)
     return Turns(taken, slot, full, empty)
@@ -113,20 +117,20 @@ def answer(asked):
 
 @gluon.jit
 def post(turns, turn, numbers):
-    """Tells the others four numbers of the program's `turn`, as soon as they have read those of the
-    turn before the last."""
+    """Tells the others four numbers of the program's `turn`, as soon as they have read those that
+    were told SLOTS turns before."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(turns.empty.index(turn % 2), (turn // 2) & 1 ^ 1)
+    mbarrier.wait(turns.empty.index(turn % SLOTS), (turn // SLOTS) & 1 ^ 1)
     for i in gl.static_range(4):
         number = gl.full([1], numbers[i], gl.int32, one)
-        turns.slot.index(turn % 2 * 4 + i).store(number)
-    mbarrier.arrive(turns.full.index(turn % 2), count=1)
+        turns.slot.index(turn % SLOTS * 4 + i).store(number)
+    mbarrier.arrive(turns.full.index(turn % SLOTS), count=1)
 
 
 @gluon.jit
 def _read(turns, turn, I: gl.constexpr):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(turns.slot.index(turn % 2 * 4 + I).load(one), axis=0)
+    return gl.max(turns.slot.index(turn % SLOTS * 4 + I).load(one), axis=0)
 
 
 @gluon.jit
@@ -166,14 +170,14 @@ def numbers_of(turns, turn):
 @gluon.jit
 def posted(turns, turn):
     """The four numbers of a turn, for the others; they stay until `forget`."""
-    mbarrier.wait(turns.full.index(turn % 2), (turn // 2) & 1)
+    mbarrier.wait(turns.full.index(turn % SLOTS), (turn // SLOTS) & 1)
     return numbers_of(turns, turn)
 
 
 @gluon.jit
 def forget(turns, turn):
     """Says that a turn's numbers have been read."""
-    mbarrier.arrive(turns.empty.index(turn % 2), count=1)
+    mbarrier.arrive(turns.empty.index(turn % SLOTS), count=1)
 
 
 @gluon.jit
