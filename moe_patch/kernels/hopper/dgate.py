@@ -150,8 +150,10 @@ def _exchanged(sums, by_way):
 
 
 @gluon.jit
-def _write(to_pre, to_act, d_gate, d_up, value, mask, PLAN: gl.constexpr):
-    """Writes 64 columns to pointers; a row's eight threads fill a line of the cache."""
+def _write(d_pre, act, m, n, d_gate, d_up, value, mask, PLAN: gl.constexpr):
+    """Writes columns n [1, 64] of rows m [64, 1] to pointers; a row's eight threads fill a line of
+    the cache. Addresses are computed this late because registers are few before."""
+    to_pre, to_act = d_pre + (m * (2 * PLAN.n) + n), act + (m * PLAN.n + n)
     if PLAN.need_pre:
         gl.store(to_pre, d_gate, mask=mask)
         gl.store(to_pre + PLAN.n, d_up, mask=mask)
@@ -185,13 +187,14 @@ def _epilogue(
         n0 = column + 64 * i
         exists = n < I - n0 if I % PLAN.bn else n >= 0
         mbarrier.wait(staged.full, i & 1)
-        gate = _apart(staged.gate.load(_by_fours()), dtype)
+        pairs = staged.gate.load(_by_fours())
         up = staged.up.load(by).to(gl.float32)
         d_act = _exchanged(now, staged.gate)
         if i < 3:
             fence_async_shared()
             _bring_pre(tensors, staged, first, n0 + 64)
         now, second, third = second, third, fourth
+        gate = _apart(pairs, dtype)  # not before: half as many registers
         d_gate, d_up, value, sums = through_gate(
             d_act, gate, up, scale, exists, GATE, PLAN.weight_on_input
         )
@@ -199,12 +202,11 @@ def _epilogue(
         total = gl.where(i == 1, both, gl.where(i == 3, total + both, total))
         before = sums
         d_gate, d_up, value = d_gate.to(dtype), d_up.to(dtype), value.to(dtype)
-        to_pre, to_act = d_pre + (m * (2 * I) + n + n0), act + (m * I + n + n0)
         if first + 64 <= end:
-            _write(to_pre, to_act, d_gate, d_up, value, exists, PLAN)
+            _write(d_pre, act, m, n + n0, d_gate, d_up, value, exists, PLAN)
         else:
             inside = exists & (m < end - first)
-            _write(to_pre, to_act, d_gate, d_up, value, inside, PLAN)
+            _write(d_pre, act, m, n + n0, d_gate, d_up, value, inside, PLAN)
     return total
 
 
