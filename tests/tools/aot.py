@@ -272,11 +272,11 @@ def compile_for(chip, shapes, dtypes, without):
 
 
 def unread_barriers(ir):
-    """Barriers of a kernel in Gluon that are made ready and never waited for. Their memory is given
-    to something else meanwhile, over which they may be written."""
-    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64", ir)
-    shared = set(re.findall(r"%\w+", "".join(re.findall(r"ttg\.warp_specialize\((.*?)\)", ir))))
-    return [each for each in made if each not in shared]
+    """Barriers that warpgroups of different work are given, and that none of them waits for. Their
+    memory is given to something else meanwhile, over which they may be written."""
+    before, found, after = ir.partition("ttg.warp_specialize(")
+    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64", before)
+    return [each for each in made if found and not re.search(each + r"\b", after)]
 
 
 def line(target, launch):
