@@ -253,6 +253,10 @@ class Barriers:
         self.each: list[Barrier | None] = [None] * count
         self.at = 0
 
+    @property
+    def shape(self) -> list[int]:
+        return [len(self.each) - self.at, 1]
+
     def index(self, i: Any) -> Barriers:
         """One of them; what asks for a barrier takes the first."""
         found = Barriers(0)

@@ -38,6 +38,9 @@ from .turns import answer, ask, column_tiles, forget, numbers_of, post, posted, 
 LOOKUPS = gl.constexpr(4)
 """Steps whose slots there is memory for: the one at hand, two that are looked up, and one that a
 warp may still read."""
+SLOTS = gl.constexpr(4)
+"""Tiles of which the others may have been told: one that they still read, the one at hand, and two
+ahead. With fewer the producer would wait for whoever waits for it."""
 
 
 class Plan(NamedTuple):
@@ -398,7 +401,7 @@ def dw_hopper_kernel(
     of `out` as [E * m, n], rows of [64, 64]; or `out` itself. `taken` is one zero, if tiles are
     shared."""
     total = experts * (_row_tiles(PLAN) * column_tiles(PLAN))
-    ring, turns = ring_of(gathered.dtype.element_ty, PLAN), turns_of(taken, PLAN)
+    ring, turns = ring_of(gathered.dtype.element_ty, PLAN), turns_of(taken, PLAN, SLOTS)
     staged, came = ring.left, ring.full  # not used
     if PLAN.boxed:
         staged = staged_for(gathered.dtype.element_ty, PLAN, 4 if PLAN.add else 2)

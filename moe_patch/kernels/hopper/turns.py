@@ -17,10 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..tiling import place
 
-SLOTS = gl.constexpr(4)
-"""Turns that may be told and not be read yet. dw tells of two tiles before it copies the one at
-hand, whose warpgroups may have the one before it."""
-
 
 class Tiles(NamedTuple):
     """An ExpertOrder's tiles inside a kernel, and how many turns they are."""
@@ -32,7 +28,7 @@ class Tiles(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The producer takes a tile for its program and tells the others through SLOTS slots, so that
+    """The producer takes a tile for its program and tells the others through a few slots, so that
     nobody else waits for global memory."""
 
     taken: Any
@@ -76,8 +72,9 @@ def tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexp
 
 
 @gluon.jit
-def turns_of(taken, PLAN: gl.constexpr):
-    """Turns with their barriers ready; `taken` is one zero in global memory."""
+def turns_of(taken, PLAN: gl.constexpr, SLOTS: gl.constexpr = 2):
+    """Turns with their barriers ready, of which SLOTS may be told and not be read yet; `taken` is
+    one zero in global memory."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slot = gl.allocate_shared_memory(gl.int32, [4 * SLOTS, 1], layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -118,7 +115,8 @@ def answer(asked):
 @gluon.jit
 def post(turns, turn, numbers):
     """Tells the others four numbers of the program's `turn`, as soon as they have read those that
-    were told SLOTS turns before."""
+    were told as many turns before as there are slots."""
+    SLOTS: gl.constexpr = turns.full.shape[0]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(turns.empty.index(turn % SLOTS), (turn // SLOTS) & 1 ^ 1)
     for i in gl.static_range(4):
@@ -129,6 +127,7 @@ def post(turns, turn, numbers):
 
 @gluon.jit
 def _read(turns, turn, I: gl.constexpr):
+    SLOTS: gl.constexpr = turns.full.shape[0]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(turns.slot.index(turn % SLOTS * 4 + I).load(one), axis=0)
 
@@ -170,6 +169,7 @@ def numbers_of(turns, turn):
 @gluon.jit
 def posted(turns, turn):
     """The four numbers of a turn, for the others; they stay until `forget`."""
+    SLOTS: gl.constexpr = turns.full.shape[0]
     mbarrier.wait(turns.full.index(turn % SLOTS), (turn // SLOTS) & 1)
     return numbers_of(turns, turn)
 
@@ -177,6 +177,7 @@ def posted(turns, turn):
 @gluon.jit
 def forget(turns, turn):
     """Says that a turn's numbers have been read."""
+    SLOTS: gl.constexpr = turns.full.shape[0]
     mbarrier.arrive(turns.empty.index(turn % SLOTS), count=1)
 
 
