@@ -116,14 +116,14 @@ def _form(m: int, rows: int, stages: int, add: bool) -> Form:
     """Form of a result with m rows, for a mean of `rows` rows an expert; `stages` at most.
 
     192 x 256 read 22 % less than 128 x 256 for a product, unless many of the rows are past m. With
-    few rows an expert 128 x 256 write what they have beside the next tile's products. Twelve row
-    tiles and as many columns as 132 programs have then read the least; an expert of few rows stays
-    in the L2 cache anyway.
+    few rows an expert 128 x 256 write what they have beside the next tile's products, and with
+    `add` there is room for what is added to, beside three stages. Twelve row tiles and as many
+    columns as 132 programs have then read the least; an expert of few rows stays in the L2 cache
+    anyway.
     """
     few = rows < FEW
     if not few and not add and 8 * 192 * cdiv(m, 192) <= 9 * 128 * cdiv(m, 128):
         return Form(192, min(stages, 3), 12, False)
-    # what is added to passes through shared memory, too
     return Form(128, min(stages, 3) if add else stages, 2 if few else 12, few)
 
 

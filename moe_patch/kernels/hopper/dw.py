@@ -119,8 +119,8 @@ class Queue(NamedTuple):
     """Number of the tile at hand."""
     asked: Any
     """The one after it, as `ask` has it, if they are shared."""
-    told: Any
-    """How many the others have been told."""
+    turn: Any
+    """Number of the next turn, of which the others have not been told."""
 
 
 class Tile(NamedTuple):
@@ -174,9 +174,9 @@ def _first(work, PLAN: gl.constexpr):
 def _next(queue, work, PLAN: gl.constexpr):
     """The same at the tile after it; asks for the one after that."""
     if PLAN.shared:
-        return Queue(answer(queue.asked), ask(work.turns), queue.told)
+        return Queue(answer(queue.asked), ask(work.turns), queue.turn)
     else:
-        return Queue(queue.at + gl.num_programs(0), queue.asked, queue.told)
+        return Queue(queue.at + gl.num_programs(0), queue.asked, queue.turn)
 
 
 @gluon.jit
@@ -204,8 +204,8 @@ def _tell(queue, work, PLAN: gl.constexpr):
     steps = gl.maximum((end - begin + BK - 1) // BK, 1)
     if queue.at >= work.total:
         row, steps = gl.to_tensor(-1), gl.to_tensor(0)
-    post(work.turns, queue.told, Tile(expert, row, steps, column))
-    queue = Queue(queue.at, queue.asked, queue.told + 1)
+    post(work.turns, queue.turn, Tile(expert, row, steps, column))
+    queue = Queue(queue.at, queue.asked, queue.turn + 1)
     return queue, Step(begin, end, row * PLAN.bm, column * PLAN.bn)
 
 
