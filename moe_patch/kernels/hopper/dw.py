@@ -220,7 +220,7 @@ def _after(queue, step, work, PLAN: gl.constexpr):
 
 @gluon.jit
 def _look_up(operands, step, at):
-    """Begins to copy the slots of a step's rows, as the program's `at`-th."""
+    """Begins to copy the slots of a step's rows; it is the program's `at`-th."""
     by: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = step.first + gl.arange(0, BK, by)
     copy(operands.slots.index(at % LOOKUPS), operands.row_to_slot + rows, rows < step.end)
@@ -229,8 +229,7 @@ def _look_up(operands, step, at):
 
 @gluon.jit
 def _looked_up(operands, at):
-    """Slots [BK] of the program's `at`-th step, once they are there; that the next one's are not is
-    no reason to wait."""
+    """Slots [BK] of the program's `at`-th step. Those of the step after it may be on their way."""
     async_copy.wait_group(1)
     return operands.slots.index(at % LOOKUPS).load(gl.SliceLayout(1, rows_layout()))
 
@@ -289,6 +288,7 @@ def _produce(operands, work, PLAN: gl.constexpr):
         async_copy.mbarrier_arrive(work.ring.full.index(stage), increment_count=False)
         filled += 1
         step, second = second, third
+    async_copy.wait_group(0)  # nothing is on its way into shared memory when the program ends
 
 
 @gluon.jit
