@@ -30,7 +30,7 @@ def few_programs(monkeypatch):
 
 
 class Rows:
-    """Slots in expert order, skewed and some of them dropped."""
+    """Slots in expert order, skewed and some of them dropped; perhaps of few experts among many."""
 
     def __init__(self, draw: random.Random, listed: int) -> None:
         torch.manual_seed(draw.randrange(1 << 30))
@@ -38,6 +38,9 @@ class Rows:
         self.tokens = draw.choice((1, 30, 150, 260))
         size = self.tokens, self.top_k
         self.index = (torch.rand(size) ** draw.choice((1, 1, 4)) * self.experts).long()
+        if draw.random() < 0.3:  # most experts have no rows
+            self.index = torch.tensor(draw.sample(range(12), self.experts))[self.index]
+            self.experts = 12
         if draw.random() < 0.4:
             self.index[torch.rand(size) < 0.2] = self.experts
         self.order, _ = sort(self.index, self.experts, DTYPE, listed)

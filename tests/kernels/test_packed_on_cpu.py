@@ -44,6 +44,8 @@ def drawn(seed):
     format, options = HOWS[seed % len(HOWS)]
     experts, top_k, tokens = draw.randint(1, 3), draw.choice((1, 2)), draw.choice((1, 20, 90))
     index = (torch.rand(tokens, top_k) ** draw.choice((1, 3)) * experts).long()
+    if draw.random() < 0.3:  # most experts have no rows
+        index, experts = torch.tensor(draw.sample(range(9), experts))[index], 9
     if draw.random() < 0.4:
         index[torch.rand(tokens, top_k) < 0.2] = experts  # dropped
     order, _ = sort(index, experts, torch.bfloat16, draw.choice((16, 32, 64, 128)))
