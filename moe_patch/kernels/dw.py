@@ -112,17 +112,17 @@ FEW = 512
 """Rows an expert below which writing the result takes as long as computing it."""
 
 
-def _form(m: int, rows: int, stages: int, add: bool) -> Form:
+def _form(m: int, rows: int, stages: int, add: bool, boxed: bool) -> Form:
     """Form of a result with m rows, for a mean of `rows` rows an expert; `stages` at most.
 
     192 x 256 read 22 % less than 128 x 256 for a product, unless many of the rows are past m. With
     few rows an expert 128 x 256 write what they have beside the next tile's products, and with
-    `add` there is room for what is added to, beside three stages. Twelve row tiles and as many
-    columns as 132 programs have then read the least; an expert of few rows stays in the L2 cache
-    anyway.
+    `add` there is room for boxes of what is added to, beside three stages. Twelve row tiles and as
+    many columns as 132 programs have then read the least; an expert of few rows stays in the L2
+    cache anyway.
     """
     few = rows < FEW
-    if not few and not add and 8 * 192 * cdiv(m, 192) <= 9 * 128 * cdiv(m, 128):
+    if not few and not (add and boxed) and 8 * 192 * cdiv(m, 192) <= 9 * 128 * cdiv(m, 128):
         return Form(192, min(stages, 3), 12, False)
     return Form(128, min(stages, 3) if add else stages, 2 if few else 12, few)
 
@@ -152,9 +152,10 @@ def _on_hopper(
     box = rows_box(q.data_ptr(), q.dtype, (len(q), n if left else m), block, q.stride(0))
     if box is None:
         return False
-    form, boxes = _form(m, len(q) // experts, tile.stages, add), None
+    boxes = None
     if out.dtype == p.dtype and lies.is_contiguous():
         boxes = rows_box(out.data_ptr(), out.dtype, (experts * m, n), (64, 64))
+    form = _form(m, len(q) // experts, tile.stages, add, boxes is not None)
     start = _launch_on_hopper(
         form, m=m, n=n, stride_e=stride_e, stride_m=stride_m, gather=gather, gather_left=left,
         stride_gathered=p.stride(0), add=add, boxed=boxes is not None,

@@ -274,8 +274,10 @@ def test_other_operands_run_in_triton(hopper, ours):
 )
 def test_forms_of_a_weight_gradient(m, rows, form):
     """Tiles of 192 rows where there are many, unless they are past m."""
-    assert dw._form(m, rows, 4, add=False) == form
-    assert dw._form(m, rows, 4, add=True) == (128, 3, *form[2:])  # room for what is added to
+    for boxed in (False, True):
+        assert dw._form(m, rows, 4, add=False, boxed=boxed) == form
+    assert dw._form(m, rows, 4, add=True, boxed=False) == (form[0], 3, *form[2:])
+    assert dw._form(m, rows, 4, add=True, boxed=True) == (128, 3, *form[2:])
 
 
 @pytest.mark.parametrize(
