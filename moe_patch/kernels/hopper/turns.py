@@ -113,23 +113,30 @@ def answer(asked):
 
 
 @gluon.jit
+def _slot(turns, turn):
+    """(a turn's slot, which of two phases its barriers are in)."""
+    SLOTS: gl.constexpr = turns.full.shape[0]
+    return turn % SLOTS, (turn // SLOTS) & 1
+
+
+@gluon.jit
 def post(turns, turn, numbers):
     """Tells the others four numbers of the program's `turn`, as soon as they have read those that
     were told as many turns before as there are slots."""
-    SLOTS: gl.constexpr = turns.full.shape[0]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(turns.empty.index(turn % SLOTS), (turn // SLOTS) & 1 ^ 1)
+    slot, phase = _slot(turns, turn)
+    mbarrier.wait(turns.empty.index(slot), phase ^ 1)
     for i in gl.static_range(4):
         number = gl.full([1], numbers[i], gl.int32, one)
-        turns.slot.index(turn % SLOTS * 4 + i).store(number)
-    mbarrier.arrive(turns.full.index(turn % SLOTS), count=1)
+        turns.slot.index(slot * 4 + i).store(number)
+    mbarrier.arrive(turns.full.index(slot), count=1)
 
 
 @gluon.jit
 def _read(turns, turn, I: gl.constexpr):
-    SLOTS: gl.constexpr = turns.full.shape[0]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(turns.slot.index(turn % SLOTS * 4 + I).load(one), axis=0)
+    slot, _ = _slot(turns, turn)
+    return gl.max(turns.slot.index(slot * 4 + I).load(one), axis=0)
 
 
 @gluon.jit
@@ -169,16 +176,16 @@ def numbers_of(turns, turn):
 @gluon.jit
 def posted(turns, turn):
     """The four numbers of a turn, for the others; they stay until `forget`."""
-    SLOTS: gl.constexpr = turns.full.shape[0]
-    mbarrier.wait(turns.full.index(turn % SLOTS), (turn // SLOTS) & 1)
+    slot, phase = _slot(turns, turn)
+    mbarrier.wait(turns.full.index(slot), phase)
     return numbers_of(turns, turn)
 
 
 @gluon.jit
 def forget(turns, turn):
     """Says that a turn's numbers have been read."""
-    SLOTS: gl.constexpr = turns.full.shape[0]
-    mbarrier.arrive(turns.empty.index(turn % SLOTS), count=1)
+    slot, _ = _slot(turns, turn)
+    mbarrier.arrive(turns.empty.index(slot), count=1)
 
 
 @gluon.jit
