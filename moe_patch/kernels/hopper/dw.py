@@ -292,16 +292,10 @@ def _produce(operands, work, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _in_boxes(expert, row, PLAN: gl.constexpr):
-    """(a row of an expert's, the row after its last), in the result as [E * m, n]."""
-    return expert * PLAN.m + row, (expert + 1) * PLAN.m
-
-
-@gluon.jit
 def _store(acc, result, expert, row, column, PART: gl.constexpr, PLAN: gl.constexpr):
     """Writes sums [64, bn] of an expert, or adds them."""
     if PLAN.boxed:
-        first, end = _in_boxes(expert, row, PLAN)
+        first, end = expert * PLAN.m + row, (expert + 1) * PLAN.m
         quarters = in_quarters(acc)
         for i in gl.static_range(4):
             n = column + 64 * i
@@ -347,7 +341,7 @@ def _add(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     tile = _told(work, 0)
     while tile.steps > 0:
         forget(work.turns, turn)
-        row, end = _in_boxes(tile.expert, tile.row * PLAN.bm + 64 * PART, PLAN)
+        row, end = tile.expert * PLAN.m + tile.row * PLAN.bm + 64 * PART, (tile.expert + 1) * PLAN.m
         tma.store_wait(0)
         mbarrier.expect(came, 4 * 64 * 64 * 2)
         for i in gl.static_range(4):
@@ -377,7 +371,8 @@ def _store_beside(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
         forget(work.turns, turn)
         writer = Writer(result.boxes, result.staged, waiting, PART)
         acc = multiply_beside(work.ring, step, tile.steps, PART, writer, write_quarter, 4, PLAN)
-        row, end = _in_boxes(tile.expert, tile.row * PLAN.bm + 64 * PART, PLAN)
+        first = tile.expert * PLAN.m
+        row, end = first + tile.row * PLAN.bm + 64 * PART, first + PLAN.m
         waiting = Waiting(rounded(acc, dtype), row, end, tile.column * PLAN.bn)
         step += tile.steps
         turn += 1
