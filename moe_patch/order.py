@@ -28,6 +28,9 @@ class ExpertOrder:
         tile_expert    = [0, 2, 2, ...]             tiles of at most block_m rows   [max_tiles]
         tile_row       = [0, 2, 4, ...]             first row of each tile          [max_tiles]
         num_tiles      = [3]                        entries from here on mean nothing
+        by_size        = [2, 0, 1, 3]               large experts first                 [E]
+        num_large      = [1]                        more than twice the mean of rows
+        taken          = [0]                        counts inside a kernel, which leaves it at 0
 
     Every shape follows from (T, K, E, block_m) alone, never from the routing.
     """
@@ -38,20 +41,24 @@ class ExpertOrder:
     tile_expert: Tensor
     tile_row: Tensor
     num_tiles: Tensor
+    by_size: Tensor
+    num_large: Tensor
+    taken: Tensor
     block_m: int = field(kw_only=True)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The six, in field order."""
+        """All of them, in field order."""
         return (
             self.expert_offsets, self.row_to_slot, self.slot_to_row,
             self.tile_expert, self.tile_row, self.num_tiles,
+            self.by_size, self.num_large, self.taken,
         )  # fmt: skip
 
     @staticmethod
     def sizes(num_slots: int, num_experts: int, block_m: int) -> list[int]:
-        """Lengths of the six tensors, in field order."""
+        """Lengths of the tensors, in field order."""
         tiles = max_tiles(num_slots, num_experts, block_m)
-        return [num_experts + 1, num_slots, num_slots, tiles, tiles, 1]
+        return [num_experts + 1, num_slots, num_slots, tiles, tiles, 1, num_experts, 1, 1]
 
     @classmethod
     def numel(cls, num_slots: int, num_experts: int, block_m: int) -> int:
@@ -62,7 +69,7 @@ class ExpertOrder:
 
     @classmethod
     def view(cls, buffer: Tensor, num_slots: int, num_experts: int, block_m: int) -> ExpertOrder:
-        """The six tensors as views of one int32 buffer, each 16-byte aligned."""
+        """The tensors as views of one int32 buffer, each 16-byte aligned."""
         pieces = _pieces.__wrapped__ if torch.compiler.is_compiling() else _pieces
         lengths, kept = pieces(num_slots, num_experts, block_m)
         parts = buffer.split_with_sizes(lengths)
@@ -71,7 +78,7 @@ class ExpertOrder:
 
 @functools.lru_cache(1024)
 def _pieces(num_slots: int, num_experts: int, block_m: int) -> tuple[list[int], list[int]]:
-    """Lengths of the six tensors and of what pads them to 16 bytes; which of these are theirs."""
+    """Lengths of the tensors and of what pads them to 16 bytes; which of these are theirs."""
     lengths: list[int] = []
     kept: list[int] = []
     for size in ExpertOrder.sizes(num_slots, num_experts, block_m):

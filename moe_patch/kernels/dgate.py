@@ -202,7 +202,7 @@ def _on_hopper(
     start(
         (min(chips.multiprocessors(d_out.device), tiles),),
         d_out, w_box, low.side, low.b, slot_weight, gate_box, up_box, d_pre, act, d_scale,
-        order.num_tiles.new_zeros(1),
+        order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True

@@ -162,8 +162,10 @@ def _on_hopper(
     )  # fmt: skip
     programs = min(chips.multiprocessors(p.device), experts * cdiv(m, form.bm) * cdiv(n, BN))
     boxes = out if boxes is None else boxes
-    taken = order.expert_offsets.new_zeros(1) if form.shared else order.expert_offsets
-    start((programs,), p, box, out, boxes, order.row_to_slot, order.expert_offsets, taken, experts)
+    start(
+        (programs,), p, box, out, boxes, order.row_to_slot, order.expert_offsets,
+        order.by_size, order.num_large, order.taken, experts,
+    )  # fmt: skip
     return True
 
 

@@ -200,7 +200,7 @@ def _on_hopper(
     start(
         (min(chips.multiprocessors(x.device), tiles),),
         x, w_box, low.side, low.b, slot_weight, act_box, gate_box, up_box,
-        order.num_tiles.new_zeros(1),
+        order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True

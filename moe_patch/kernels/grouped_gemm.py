@@ -107,7 +107,7 @@ def _on_hopper(
     start = _launch_on_hopper(**plan_of(tile, weight, low.rank))
     programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
     start(
-        (programs,), x_box, w_box, low.side, low.b, out_box, order.num_tiles.new_zeros(1),
+        (programs,), x_box, w_box, low.side, low.b, out_box, order.taken,
         order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True

@@ -18,6 +18,7 @@ from moe_patch.kernels.activate import Activated
 from moe_patch.kernels.low_rank import LowRank
 from moe_patch.kernels.tiles import ROLES, Tile
 from moe_patch.ops.grouped import sort
+from moe_patch.order import ExpertOrder
 
 pytestmark = pytest.mark.skipif(not tiles.INTERPRET, reason="is for machines without a GPU")
 DTYPE = torch.float16
@@ -27,6 +28,19 @@ EPS = torch.finfo(DTYPE).eps
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     monkeypatch.setattr(chips, "multiprocessors", lambda device: 3)
+
+
+@pytest.fixture(autouse=True)
+def turns_are_counted_from_zero(monkeypatch):
+    """Each kernel leaves an order's count of turns at 0."""
+    for module in (gate_up, grouped_gemm, dgate, dw):
+
+        def checked(*arguments, original=module._on_hopper):
+            answer = original(*arguments)
+            assert not [o for o in arguments if isinstance(o, ExpertOrder) and o.taken.item()]
+            return answer
+
+        monkeypatch.setattr(module, "_on_hopper", checked)
 
 
 class Rows:

@@ -33,7 +33,17 @@ from .stores import (
     store_box,
     write_quarter,
 )
-from .turns import answer, ask, column_tiles, forget, numbers_of, post, posted, turns_of
+from .turns import (
+    answer,
+    ask,
+    column_tiles,
+    forget,
+    leave,
+    numbers_of,
+    post,
+    posted,
+    turns_of,
+)
 
 LOOKUPS = gl.constexpr(4)
 """Steps whose slots there is memory for: the one at hand, two that are looked up, and one that a
@@ -63,7 +73,8 @@ class Plan(NamedTuple):
     group_m: int
     """Row tiles that walk the columns side by side."""
     shared: bool
-    """Tiles go to whichever program is free; else they are dealt out."""
+    """Tiles always go to whichever program is free; else they are dealt out, unless an expert is
+    large."""
     boxed: bool
     """The result is written through TMA, as boxes [64, 64] of [E * m, n]."""
     bn: int
@@ -93,12 +104,21 @@ class Result(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Things that all warpgroups share; `total` tiles."""
+    """Things that all warpgroups share."""
 
-    expert_offsets: Any
-    total: Any
     ring: Any
     turns: Any
+
+
+class Tiles(NamedTuple):
+    """Tiles of a result, for the producer."""
+
+    expert_offsets: Any
+    by_size: Any
+    """Experts in the order in which their tiles are computed: what takes long begins first."""
+    uneven: Any
+    """Whether one is large; a pointer to how many are, until the producer has read it."""
+    total: Any
 
 
 class Step(NamedTuple):
@@ -118,7 +138,7 @@ class Queue(NamedTuple):
     at: Any
     """Number of the tile at hand."""
     asked: Any
-    """The one after it, as `ask` has it, if they are shared."""
+    """The one after it, as `ask` has it, if they are shared; else anything."""
     turn: Any
     """Number of the next turn, of which the others have not been told."""
 
@@ -161,60 +181,58 @@ def _told(work, turn):
 
 
 @gluon.jit
-def _first(work, PLAN: gl.constexpr):
+def _first(tiles, turns, PLAN: gl.constexpr):
     """Queue at the program's first tile."""
-    if PLAN.shared:
-        asked = ask(work.turns)
-    else:
-        asked = gl.to_tensor(0)  # not used
-    return Queue(gl.program_id(0), asked, gl.to_tensor(0))
+    return Queue(gl.program_id(0), ask(turns, PLAN.shared | tiles.uneven), gl.to_tensor(0))
 
 
 @gluon.jit
-def _next(queue, work, PLAN: gl.constexpr):
+def _next(queue, tiles, turns, PLAN: gl.constexpr):
     """The same at the tile after it; asks for the one after that."""
-    if PLAN.shared:
-        return Queue(answer(queue.asked), ask(work.turns), queue.turn)
-    else:
-        return Queue(queue.at + gl.num_programs(0), queue.asked, queue.turn)
+    at, asked = queue.at + gl.num_programs(0), queue.asked
+    if PLAN.shared | tiles.uneven:
+        at, asked = answer(asked), ask(turns)
+    return Queue(at, asked, queue.turn)
 
 
 @gluon.jit
-def _rows_of(queue, work, PLAN: gl.constexpr):
+def _rows_of(queue, tiles, PLAN: gl.constexpr):
     """(expert, its first row, the row after its last) of a tile; the last one's after it."""
     NUM_M: gl.constexpr = _row_tiles(PLAN)
-    at = gl.minimum(queue.at, work.total - 1)
+    at = gl.minimum(queue.at, tiles.total - 1)
     expert = at // (NUM_M * column_tiles(PLAN))
-    return expert, gl.load(work.expert_offsets + expert), gl.load(work.expert_offsets + expert + 1)
+    expert = gl.load(tiles.by_size + expert)
+    begin = gl.load(tiles.expert_offsets + expert)
+    return expert, begin, gl.load(tiles.expert_offsets + expert + 1)
 
 
 @gluon.jit
-def _tell(queue, work, PLAN: gl.constexpr):
+def _tell(queue, tiles, turns, PLAN: gl.constexpr):
     """Tells the others the tile at hand, or that there is none: (Queue, the tile's first Step). To
     an expert without rows nothing is added; without `add` such a tile is a step of zeros, so that
     as many tiles are told ahead as steps."""
     NUM_M: gl.constexpr = _row_tiles(PLAN)
     NUM_N: gl.constexpr = column_tiles(PLAN)
-    expert, begin, end = _rows_of(queue, work, PLAN)
+    expert, begin, end = _rows_of(queue, tiles, PLAN)
     if PLAN.add:
-        while (begin == end) & (queue.at < work.total):
-            queue = _next(queue, work, PLAN)
-            expert, begin, end = _rows_of(queue, work, PLAN)
+        while (begin == end) & (queue.at < tiles.total):
+            queue = _next(queue, tiles, turns, PLAN)
+            expert, begin, end = _rows_of(queue, tiles, PLAN)
     row, column = in_groups(queue.at % (NUM_M * NUM_N), NUM_M, NUM_N, PLAN.group_m)
     steps = gl.maximum((end - begin + BK - 1) // BK, 1)
-    if queue.at >= work.total:
+    if queue.at >= tiles.total:
         row, steps = gl.to_tensor(-1), gl.to_tensor(0)
-    post(work.turns, queue.turn, Tile(expert, row, steps, column))
+    post(turns, queue.turn, Tile(expert, row, steps, column))
     queue = Queue(queue.at, queue.asked, queue.turn + 1)
     return queue, Step(begin, end, row * PLAN.bm, column * PLAN.bn)
 
 
 @gluon.jit
-def _after(queue, step, work, PLAN: gl.constexpr):
+def _after(queue, step, tiles, turns, PLAN: gl.constexpr):
     """(Queue, Step) after that."""
     after = Step(step.first + BK, step.end, step.row, step.column)
     if (after.first >= after.end) & (step.row >= 0):
-        queue, after = _tell(_next(queue, work, PLAN), work, PLAN)
+        queue, after = _tell(_next(queue, tiles, turns, PLAN), tiles, turns, PLAN)
     return queue, after
 
 
@@ -271,16 +289,18 @@ def _load(operands, step, ring, stage, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _produce(operands, work, PLAN: gl.constexpr):
+def _produce(operands, tiles, work, PLAN: gl.constexpr):
     """Fills stages, and looks two steps ahead for the slots of their rows."""
-    filled = 0
-    queue, step = _tell(_first(work, PLAN), work, PLAN)
+    filled, turns = 0, work.turns
+    uneven = gl.load(tiles.uneven) > 0
+    tiles = Tiles(tiles.expert_offsets, tiles.by_size, uneven, tiles.total)
+    queue, step = _tell(_first(tiles, turns, PLAN), tiles, turns, PLAN)
     _look_up(operands, step, 0)
-    queue, second = _after(queue, step, work, PLAN)
+    queue, second = _after(queue, step, tiles, turns, PLAN)
     _look_up(operands, second, 1)
     while step.row >= 0:
         slots = _looked_up(operands, filled)
-        queue, third = _after(queue, second, work, PLAN)
+        queue, third = _after(queue, second, tiles, turns, PLAN)
         _look_up(operands, third, filled + 2)
         stage = wait_empty(work.ring, filled, PLAN)
         _copy(operands, step, slots, work.ring, stage, PLAN)
@@ -289,6 +309,8 @@ def _produce(operands, work, PLAN: gl.constexpr):
         filled += 1
         step, second = second, third
     async_copy.wait_group(0)  # nothing is on its way into shared memory when the program ends
+    if PLAN.shared | uneven:  # each program asks twice for a tile that there is not
+        leave(turns, tiles.total + gl.num_programs(0))
 
 
 @gluon.jit
@@ -394,12 +416,12 @@ def _consume(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["experts"])
 def dw_hopper_kernel(
-    gathered, dense_box, out, boxes, row_to_slot, expert_offsets, taken, experts,
+    gathered, dense_box, out, boxes,
+    row_to_slot, expert_offsets, by_size, num_large, taken, experts,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """`dense_box`: rows of [64, bn], or [64, 64] where its columns are the result's rows; `boxes`:
-    of `out` as [E * m, n], rows of [64, 64]; or `out` itself. `taken` is one zero, if tiles are
-    shared."""
+    of `out` as [E * m, n], rows of [64, 64]; or `out` itself."""
     total = experts * (_row_tiles(PLAN) * column_tiles(PLAN))
     ring, turns = ring_of(gathered.dtype.element_ty, PLAN), turns_of(taken, PLAN, SLOTS)
     staged, came = ring.left, ring.full  # not used
@@ -410,14 +432,15 @@ def dw_hopper_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [LOOKUPS, BK], plain)
     operands = Operands(gathered, dense_box, row_to_slot, slots)
-    result, work = Result(out, boxes, staged, came), Work(expert_offsets, total, ring, turns)
+    result, work = Result(out, boxes, staged, came), Work(ring, turns)
+    tiles = Tiles(expert_offsets, by_size, num_large, total)
     if PLAN.parts == 3:
         gl.warp_specialize(
             [
                 (_consume, (result, work, 0, PLAN)),
                 (_consume, (result, work, 1, PLAN)),
                 (_consume, (result, work, 2, PLAN)),
-                (_produce, (operands, work, PLAN)),
+                (_produce, (operands, tiles, work, PLAN)),
             ],
             [4, 4, 4],
             [160, 160, 32],
@@ -427,7 +450,7 @@ def dw_hopper_kernel(
             [
                 (_consume, (result, work, 0, PLAN)),
                 (_consume, (result, work, 1, PLAN)),
-                (_produce, (operands, work, PLAN)),
+                (_produce, (operands, tiles, work, PLAN)),
             ],
             [4, 4],
             [224, 56],

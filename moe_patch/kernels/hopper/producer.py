@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ...compat import gluon_load
 from .ring import BK, wait_empty
-from .turns import is_long, own, take, tell
+from .turns import is_long, leave, own, take, tell
 
 async_load = gluon_load()
 
@@ -77,3 +77,4 @@ def produce(
             step = _fill(update, ring, step, turn, place, BRING_UPDATE, 0, PLAN.rank, PLAN)
         turn += 1
         place = own(turns, turn)
+    leave(turns, tiles.total)  # each tile is a turn, but for programs' first, and so is no tile

@@ -32,7 +32,8 @@ class Turns(NamedTuple):
     nobody else waits for global memory."""
 
     taken: Any
-    """How many turns are taken, besides the first of every program; in global memory."""
+    """How many turns are taken, besides the first of every program: an ExpertOrder's, in global
+    memory. It is 0 before a kernel and after it."""
     slot: Any
     """Memory for four numbers of each turn: a Place, or what dw tells."""
     full: Any
@@ -73,8 +74,7 @@ def tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexp
 
 @gluon.jit
 def turns_of(taken, PLAN: gl.constexpr, SLOTS: gl.constexpr = 2):
-    """Turns with their barriers ready, of which SLOTS may be told and not be read yet; `taken` is
-    one zero in global memory."""
+    """Turns with their barriers ready, of which SLOTS may be told and not be read yet."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slot = gl.allocate_shared_memory(gl.int32, [4 * SLOTS, 1], layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -99,17 +99,27 @@ def _threads():
 
 
 @gluon.jit
-def ask(turns):
+def ask(turns, pred=True):
     """Begins to take the next turn, which `answer` gives: nobody waits in between, as `take` does.
     The first thread's number is the one that counts."""
     thread = _threads()
-    return gl.atomic_add(turns.taken + 0 * thread, 1 + 0 * thread, thread == 0, sem="relaxed")
+    return gl.atomic_add(
+        turns.taken + 0 * thread, 1 + 0 * thread, pred & (thread == 0), sem="relaxed"
+    )
 
 
 @gluon.jit
 def answer(asked):
     """The turn that was asked for."""
     return gl.num_programs(0) + gl.sum(gl.where(_threads() == 0, asked, 0), axis=0)
+
+
+@gluon.jit
+def leave(turns, taken):
+    """Says that the program takes no more; `taken` is how many turns all programs take together.
+    The last one that leaves puts the count of them back to 0."""
+    if take(turns) == taken + 2 * gl.num_programs(0) - 1:
+        gl.store(turns.taken, 0)
 
 
 @gluon.jit
