@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,10 @@ class ExpertOrder:
             self.tile_expert, self.tile_row, self.num_tiles,
             self.by_size, self.num_large, self.taken,
         )  # fmt: skip
+
+    def apart(self) -> ExpertOrder:
+        """The same for another stream: `taken` counts in one kernel at a time."""
+        return replace(self, taken=torch.zeros_like(self.taken))
 
     @staticmethod
     def sizes(num_slots: int, num_experts: int, block_m: int) -> list[int]:

@@ -14,7 +14,7 @@ given none, so the hook makes it wait for the stream of the backward.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -109,10 +109,11 @@ class Product:
         out = out.mT if self.turned else out
         kernels.dw.dw(self.p, self.q, self.order, gather=self.top_k, out=out, add=add)
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keeps the operands' memory until the stream has come here."""
+    def on(self, stream: torch.cuda.Stream) -> Product:
+        """The same for another stream. The operands' memory is kept until that has come here."""
         for tensor in (self.p, self.q, self.order.row_to_slot):  # the order is one buffer
             tensor.record_stream(stream)
+        return replace(self, order=self.order.apart())
 
 
 def gradient(weight: Tensor, leaf: Leaf | None, product: Product) -> Tensor | None:
@@ -148,14 +149,15 @@ def _adds_later(weight: Tensor, leaf: Leaf, product: Product) -> bool:
             return None
         handle.remove()
         with on_device(weight.device):
+            here = product
             if stream is not None and (own := torch.cuda.current_stream()) != stream:
                 own.wait_stream(stream)
-                product.record_stream(own)
+                here = product.on(own)
             if _takes_more(parameter):
-                product.write(leaf.seen(parameter.grad), add=True)
+                here.write(leaf.seen(parameter.grad), add=True)
                 torch.autograd.graph.increment_version(parameter.grad)
                 return None
-            mine = leaf.seen(_made(weight, leaf, product))  # a hook has changed .grad since
+            mine = leaf.seen(_made(weight, leaf, here))  # a hook has changed .grad since
         if gradients[0] is not None:
             return (gradients[0] + mine,)
         parameter.grad = mine if parameter.grad is None else parameter.grad + mine

@@ -79,6 +79,11 @@ def sort(
     ), buffer
 
 
+def _given(order: Sequence[Tensor], block_m: int) -> ExpertOrder:
+    """An order that an operator is given as tensors; its owner may use it on several streams."""
+    return ExpertOrder(*order, block_m=block_m).apart()
+
+
 def _fake_gemm(x, weight, order, block_m, gather, scatter, scale=None):
     return x.new_empty(order[1].numel(), weight.shape[1])
 
@@ -95,7 +100,7 @@ def _grouped_gemm(
 ) -> Tensor:
     x = rows_contiguous(x)
     with on_device(x.device):
-        order = ExpertOrder(*order, block_m=block_m)
+        order = _given(order, block_m)
         by_group = scale is not None and not gather and not scatter
         if by_group and weight.is_contiguous() and kernels.fp8_gemm.runs(x.device):
             rows, row_scale = kernels.quantize.quantize(x)
@@ -147,7 +152,7 @@ def _grouped_gemm_backward(
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     with on_device(x.device):
-        order = ExpertOrder(*order, block_m=block_m)
+        order = _given(order, block_m)
         x, d_out = rows_contiguous(x), rows_contiguous(d_out)
         d_x = x.new_empty(x.shape if need[0] else 0)
         d_weight = torch.empty_like(weight) if need[1] else weight.new_empty(0)
@@ -212,7 +217,7 @@ def _bias_gradient(
     with on_device(d_rows.device):
         d_rows, ones = rows_contiguous(d_rows), d_rows.new_ones(len(d_rows), 1)
         out = d_rows.new_empty(num_experts, d_rows.shape[1])
-        order = ExpertOrder(*order, block_m=block_m)
+        order = _given(order, block_m)
         if scattered:
             kernels.dw.dw(d_rows, ones, order, gather=1, out=out[:, :, None])
         else:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ops import DTYPES, assert_close, in_double, moe, sample
 
-from moe_patch import reference
+from moe_patch import kernels, reference
 from moe_patch.kernels.groups import group_tiles
 from moe_patch.ops import expert_order, grouped_gemm
 from moe_patch.ops.grouped import add_bias, rows_contiguous
@@ -70,7 +70,7 @@ def test_grouped_gemm(device, size, dtype, variant, direction, mode, routing):
     else:
         from moe_patch.ops.grouped import _grouped_gemm_backward
 
-        fields = [getattr(order, name) for name in list(vars(order))[:9]]
+        fields = order.tensors()
         gather = d_out.shape[0] // max(x.shape[0], 1) if how["gather"] else 0
         wanted = [direction == "dX", direction == "dW"]
         d_x, d_weight = _grouped_gemm_backward(
@@ -203,6 +203,29 @@ def test_wrong_sizes_are_clamped(device, by, as_if):
     assert_close(found, exact, torch.float32, "the twin")
 
 
+def test_calls_on_several_streams_count_their_turns_apart(device, monkeypatch):
+    """An order's count of turns is for one kernel at a time."""
+    counts = []
+
+    def counted(original):
+        def call(first, second, order, *rest, **options):
+            counts.append(order.taken)
+            return original(first, second, order, *rest, **options)
+
+        return call
+
+    monkeypatch.setattr(kernels.dw, "dw", counted(kernels.dw.dw))
+    product = counted(kernels.grouped_gemm.grouped_gemm)
+    monkeypatch.setattr(kernels.grouped_gemm, "grouped_gemm", product)
+    x = torch.randn(5, 16, device=device, requires_grad=True)
+    weight = torch.randn(3, 8, 16, device=device, requires_grad=True)
+    order = expert_order(torch.tensor([[0, 2]] * 5, device=device), 3, torch.float32)
+    grouped_gemm(x, weight, order=order, gather=True).sum().backward()
+    forward, *backward = (count.data_ptr() for count in counts)
+    assert len(backward) == 2 and order.taken.data_ptr() not in (forward, *backward)
+    assert forward not in backward and not any(int(count) for count in counts)
+
+
 @pytest.mark.parametrize("block_m", (2, 16))
 def test_tiles_of_groups_are_those_of_the_sort(device, block_m):
     sizes = torch.tensor([3, 0, 17, 1, 0], device=device)
@@ -309,7 +332,7 @@ def test_compiler_is_told_the_shapes_that_come(device, need):
     x, weight, order, d_out, _ = gemm_case(
         device, (5, 16, 8, 4, 2), torch.float32, "gather", "random"
     )
-    fields = [getattr(order, name) for name in list(vars(order))[:9]]
+    fields = order.tensors()
     given, options = (x.detach(), weight.detach(), fields), (order.block_m, 2, False)
     calls = {
         "grouped_gemm": (*given, *options),
