@@ -96,14 +96,16 @@ def decode_gate_up_kernel(
                 if GATE.form == "concatenated":
                     up += packed_products(ups, weight, a, LAYOUT).reshape(BN, PARTS)
             else:
-                a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)
                 at = rows + k[None, :] * LAYOUT.stride_k
                 gates = _weights(at, m, k, END, H, WIDTH, BK)
+                if GATE.form == "concatenated":
+                    ups = _weights(at + I * LAYOUT.stride_n, n, k, I, H, BN, BK)
+                # changes layout, behind a barrier: the weights are asked for before
+                a = widen(tl.load(row + k, mask=k < H, other=0.0), tl.float32)
                 gate += _products(
                     gates, scales, a, x_scale, m, k0, END, H, LAYOUT, STRIDE_XG, 0, WIDTH, BK, PARTS
                 )
                 if GATE.form == "concatenated":
-                    ups = _weights(at + I * LAYOUT.stride_n, n, k, I, H, BN, BK)
                     up += _products(
                         ups, scales, a, x_scale, n, k0, I, H, LAYOUT, STRIDE_XG, I, BN, BK, PARTS
                     )

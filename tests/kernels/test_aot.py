@@ -43,7 +43,7 @@ def elsewhere(*case):
         ("sm_120", "lora lora_wide fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
-            f"{BASIC} gpt_oss fp8_short nf4_short nf4_many int4_decode",
+            f"{BASIC} gpt_oss gpt_oss_decode fp8_decode fp8_short nf4_short nf4_many int4_decode",
             KERNELS | HOPPER | IN_REGISTERS | DECODE_4_BITS | {"row_sums_kernel"},
         ),
         ("sm_90", "lora_wide", {"grouped_gemm_kernel"} | HOPPER - FP8 - {"fp8_hopper_kernel"}),
@@ -64,6 +64,7 @@ def test_compiles_ahead_of_time(chips, shapes, kernels):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "SERIALISED" not in done.stdout, "ptxas serialised the tensor-core instructions"
     assert "UNREAD BARRIER" not in done.stdout, "its memory is given to something else"
+    assert "ASKS LATE" not in done.stdout, "a token waits for x before it asks for weights"
     found = [LINE.match(line).groups() for line in done.stdout.splitlines()]
     for chip in chips.split():
         compiled = {kernel for name, kernel, _, _ in found if name == chip}

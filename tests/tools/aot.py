@@ -284,6 +284,13 @@ def unread_barriers(ir):
     return [each for each in made if not re.search(each + r"\b", used)]
 
 
+def asks_late(name, ptx):
+    """Whether a kernel that decodes loads no weights before its first barrier."""
+    wide = re.compile(r"ld\.global[\w.:]*\.v[24]|cp\.async\.c[ag]")
+    before, _, after = ptx.partition("bar.sync")
+    return name.startswith("decode") and not wide.search(before) and bool(wide.search(after))
+
+
 def line(target, launch):
     """Kernel, tile, warps, stages: registers, spills, shared memory (what is declared in PTX, too),
     seconds."""
@@ -307,6 +314,7 @@ def line(target, launch):
         f"shared {compiled.metadata.shared + declared}, {time.time() - start:.1f} s"
         + (" SERIALISED" if "C7510" in log or "C7515" in log else "")
         + (" UNREAD BARRIER" if unread_barriers(compiled.asm.get("ttgir", "")) else "")
+        + (" ASKS LATE" if asks_late(kernel.__name__, compiled.asm.get("ptx", "")) else "")
     )
 
 
