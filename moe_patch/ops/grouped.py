@@ -234,12 +234,12 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_rows):
-        d_bias = None
+        d_bias, order = None, list(ctx.saved_tensors)
         if ctx.needs_input_grad[1] and differentiable.wanted(d_rows):
-            d_bias = reference.bias_gradient(d_rows, list(ctx.saved_tensors), *ctx.options)
+            d_bias = reference.bias_gradient(d_rows, order, *ctx.options)
         elif ctx.needs_input_grad[1]:
-            d_bias = _bias_gradient(d_rows, list(ctx.saved_tensors), *ctx.options)
-        return d_rows, d_bias, *(None,) * 9
+            d_bias = _bias_gradient(d_rows, order, *ctx.options)
+        return d_rows, d_bias, *(None,) * (3 + len(order))
 
 
 def add_bias(
