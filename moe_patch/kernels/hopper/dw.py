@@ -111,14 +111,15 @@ class Work(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of a result, for the producer."""
+    """Tiles of a result, and how the producer comes by them."""
 
     expert_offsets: Any
     by_size: Any
     """Experts in the order in which their tiles are computed: what takes long begins first."""
-    uneven: Any
-    """Whether one is large; a pointer to how many are, until the producer has read it."""
     total: Any
+    turns: Any
+    shared: Any
+    """Whether they go to whichever program is free; else they are dealt out."""
 
 
 class Step(NamedTuple):
@@ -181,17 +182,17 @@ def _told(work, turn):
 
 
 @gluon.jit
-def _first(tiles, turns, PLAN: gl.constexpr):
+def _first(tiles):
     """Queue at the program's first tile."""
-    return Queue(gl.program_id(0), ask(turns, PLAN.shared | tiles.uneven), gl.to_tensor(0))
+    return Queue(gl.program_id(0), ask(tiles.turns, tiles.shared), gl.to_tensor(0))
 
 
 @gluon.jit
-def _next(queue, tiles, turns, PLAN: gl.constexpr):
+def _next(queue, tiles):
     """The same at the tile after it; asks for the one after that."""
     at, asked = queue.at + gl.num_programs(0), queue.asked
-    if PLAN.shared | tiles.uneven:
-        at, asked = answer(asked), ask(turns)
+    if tiles.shared:
+        at, asked = answer(asked), ask(tiles.turns)
     return Queue(at, asked, queue.turn)
 
 
@@ -207,7 +208,7 @@ def _rows_of(queue, tiles, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _tell(queue, tiles, turns, PLAN: gl.constexpr):
+def _tell(queue, tiles, PLAN: gl.constexpr):
     """Tells the others the tile at hand, or that there is none: (Queue, the tile's first Step). To
     an expert without rows nothing is added; without `add` such a tile is a step of zeros, so that
     as many tiles are told ahead as steps."""
@@ -216,23 +217,23 @@ def _tell(queue, tiles, turns, PLAN: gl.constexpr):
     expert, begin, end = _rows_of(queue, tiles, PLAN)
     if PLAN.add:
         while (begin == end) & (queue.at < tiles.total):
-            queue = _next(queue, tiles, turns, PLAN)
+            queue = _next(queue, tiles)
             expert, begin, end = _rows_of(queue, tiles, PLAN)
     row, column = in_groups(queue.at % (NUM_M * NUM_N), NUM_M, NUM_N, PLAN.group_m)
     steps = gl.maximum((end - begin + BK - 1) // BK, 1)
     if queue.at >= tiles.total:
         row, steps = gl.to_tensor(-1), gl.to_tensor(0)
-    post(turns, queue.turn, Tile(expert, row, steps, column))
+    post(tiles.turns, queue.turn, Tile(expert, row, steps, column))
     queue = Queue(queue.at, queue.asked, queue.turn + 1)
     return queue, Step(begin, end, row * PLAN.bm, column * PLAN.bn)
 
 
 @gluon.jit
-def _after(queue, step, tiles, turns, PLAN: gl.constexpr):
+def _after(queue, step, tiles, PLAN: gl.constexpr):
     """(Queue, Step) after that."""
     after = Step(step.first + BK, step.end, step.row, step.column)
     if (after.first >= after.end) & (step.row >= 0):
-        queue, after = _tell(_next(queue, tiles, turns, PLAN), tiles, turns, PLAN)
+        queue, after = _tell(_next(queue, tiles), tiles, PLAN)
     return queue, after
 
 
@@ -289,18 +290,20 @@ def _load(operands, step, ring, stage, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _produce(operands, tiles, work, PLAN: gl.constexpr):
+def _produce(
+    operands, expert_offsets, by_size, num_large, total, work, PLAN: gl.constexpr
+):  # fmt: skip
     """Fills stages, and looks two steps ahead for the slots of their rows."""
-    filled, turns = 0, work.turns
-    uneven = gl.load(tiles.uneven) > 0
-    tiles = Tiles(tiles.expert_offsets, tiles.by_size, uneven, tiles.total)
-    queue, step = _tell(_first(tiles, turns, PLAN), tiles, turns, PLAN)
+    filled = 0
+    shared = PLAN.shared | (gl.load(num_large) > 0)
+    tiles = Tiles(expert_offsets, by_size, total, work.turns, shared)
+    queue, step = _tell(_first(tiles), tiles, PLAN)
     _look_up(operands, step, 0)
-    queue, second = _after(queue, step, tiles, turns, PLAN)
+    queue, second = _after(queue, step, tiles, PLAN)
     _look_up(operands, second, 1)
     while step.row >= 0:
         slots = _looked_up(operands, filled)
-        queue, third = _after(queue, second, tiles, turns, PLAN)
+        queue, third = _after(queue, second, tiles, PLAN)
         _look_up(operands, third, filled + 2)
         stage = wait_empty(work.ring, filled, PLAN)
         _copy(operands, step, slots, work.ring, stage, PLAN)
@@ -309,8 +312,8 @@ def _produce(operands, tiles, work, PLAN: gl.constexpr):
         filled += 1
         step, second = second, third
     async_copy.wait_group(0)  # nothing is on its way into shared memory when the program ends
-    if PLAN.shared | uneven:  # each program asks twice for a tile that there is not
-        leave(turns, tiles.total + gl.num_programs(0))
+    if shared:  # each program asks twice for a tile that there is not
+        leave(work.turns, total + gl.num_programs(0))
 
 
 @gluon.jit
@@ -433,14 +436,13 @@ def dw_hopper_kernel(
     slots = gl.allocate_shared_memory(gl.int32, [LOOKUPS, BK], plain)
     operands = Operands(gathered, dense_box, row_to_slot, slots)
     result, work = Result(out, boxes, staged, came), Work(ring, turns)
-    tiles = Tiles(expert_offsets, by_size, num_large, total)
     if PLAN.parts == 3:
         gl.warp_specialize(
             [
                 (_consume, (result, work, 0, PLAN)),
                 (_consume, (result, work, 1, PLAN)),
                 (_consume, (result, work, 2, PLAN)),
-                (_produce, (operands, tiles, work, PLAN)),
+                (_produce, (operands, expert_offsets, by_size, num_large, total, work, PLAN)),
             ],
             [4, 4, 4],
             [160, 160, 32],
@@ -450,7 +452,7 @@ def dw_hopper_kernel(
             [
                 (_consume, (result, work, 0, PLAN)),
                 (_consume, (result, work, 1, PLAN)),
-                (_produce, (operands, tiles, work, PLAN)),
+                (_produce, (operands, expert_offsets, by_size, num_large, total, work, PLAN)),
             ],
             [4, 4],
             [224, 56],
