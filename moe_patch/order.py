@@ -28,8 +28,9 @@ class ExpertOrder:
         tile_expert    = [0, 2, 2, ...]             tiles of at most block_m rows   [max_tiles]
         tile_row       = [0, 2, 4, ...]             first row of each tile          [max_tiles]
         num_tiles      = [3]                        entries from here on mean nothing
-        by_size        = [2, 0, 1, 3]               large experts first                 [E]
-        num_large      = [1]                        more than twice the mean of rows
+        large_first    = [0, 1, 2, 3]               experts; those with more than twice the mean
+                                                    of rows, rounded up, come first [E]
+        num_large      = [0]                        how many those are
         taken          = [0]                        counts inside a kernel, which leaves it at 0
 
     Every shape follows from (T, K, E, block_m) alone, never from the routing.
@@ -41,7 +42,7 @@ class ExpertOrder:
     tile_expert: Tensor
     tile_row: Tensor
     num_tiles: Tensor
-    by_size: Tensor
+    large_first: Tensor
     num_large: Tensor
     taken: Tensor
     block_m: int = field(kw_only=True)
@@ -51,7 +52,7 @@ class ExpertOrder:
         return (
             self.expert_offsets, self.row_to_slot, self.slot_to_row,
             self.tile_expert, self.tile_row, self.num_tiles,
-            self.by_size, self.num_large, self.taken,
+            self.large_first, self.num_large, self.taken,
         )  # fmt: skip
 
     def apart(self) -> ExpertOrder:

@@ -131,16 +131,16 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int) -> ExpertOr
         tile_expert=tiles.int(),
         tile_row=tile_row.int(),
         num_tiles=torch.tensor([first], dtype=torch.int32, device=device),
-        **_by_size(counts),
+        **_large_first(counts),
         block_m=block_m,
     )
 
 
-def _by_size(counts: Tensor) -> dict[str, Tensor]:
-    """by_size, num_large and taken of an ExpertOrder, of each expert's number of rows."""
+def _large_first(counts: Tensor) -> dict[str, Tensor]:
+    """large_first, num_large and taken of an ExpertOrder, of each expert's number of rows."""
     large = counts > 2 * ((counts.sum() + len(counts) - 1) // len(counts))
     return {
-        "by_size": (~large).int().sort(stable=True).indices.int(),
+        "large_first": (~large).int().sort(stable=True).indices.int(),
         "num_large": large.sum().int()[None],
         "taken": counts.new_zeros(1, dtype=torch.int32),
     }
@@ -165,7 +165,7 @@ def group_tiles(offsets: Tensor, num_rows: int, block_m: int) -> ExpertOrder:
         tile_expert=expert.int(),
         tile_row=begin[expert] + (tiles - (last - counts)[expert]) * block_m,
         num_tiles=last[-1:],
-        **_by_size(end - begin),
+        **_large_first(end - begin),
         block_m=block_m,
     )
 

@@ -164,7 +164,7 @@ def _on_hopper(
     boxes = out if boxes is None else boxes
     start(
         (programs,), p, box, out, boxes, order.row_to_slot, order.expert_offsets,
-        order.by_size, order.num_large, order.taken, experts,
+        order.large_first, order.num_large, order.taken, experts,
     )  # fmt: skip
     return True
 

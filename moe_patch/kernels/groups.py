@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..order import ExpertOrder
 from .launch import cdiv, launches, power_of_two
-from .sort_tokens import by_size_of
+from .sort_tokens import large_first_of
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _largest(a, b):
 @triton.jit(do_not_specialize=["num_rows", "max_tiles"])
 def group_tiles_kernel(
     offsets, expert_offsets, row_to_slot, slot_to_row, tile_expert, tile_row, num_tiles,
-    by_size, num_large, taken, num_rows, max_tiles,
+    large_first, num_large, taken, num_rows, max_tiles,
     G: tl.constexpr, BM: tl.constexpr, BINS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Every program knows all groups, and writes its share of the tiles and of the rows."""
@@ -38,8 +38,8 @@ def group_tiles_kernel(
         tl.store(expert_offsets + group, begin, mask=group < G)
         tl.store(expert_offsets + G, stop)
         tl.store(num_tiles, tl.sum(count))
-        rank, large = by_size_of(group, end - begin, stop - start, G)
-        tl.store(by_size + rank, group, mask=group < G)
+        rank, large = large_first_of(group, end - begin, stop - start, G)
+        tl.store(large_first + rank, group, mask=group < G)
         tl.store(num_large, large)
         tl.store(taken, 0)
     tile = pid * TILES + tl.arange(0, TILES)
@@ -93,7 +93,7 @@ def group_tiles(offsets: Tensor, num_rows: int, block_m: int, buffer: Tensor) ->
         (max(cdiv(tiles, share), cdiv(num_rows, 1024)),),
         offsets, order.expert_offsets, order.row_to_slot, order.slot_to_row,
         order.tile_expert, order.tile_row, order.num_tiles,
-        order.by_size, order.num_large, order.taken, num_rows, tiles,
+        order.large_first, order.num_large, order.taken, num_rows, tiles,
     )  # fmt: skip
     return order
 

@@ -23,7 +23,7 @@ def _bin(ids, slot, num_slots, E: tl.constexpr):
 
 
 @triton.jit
-def by_size_of(expert, count, rows, E: tl.constexpr):
+def large_first_of(expert, count, rows, E: tl.constexpr):
     """(place of each expert among all, large ones first; number of large ones): those with more
     than twice the mean of `rows` rows."""
     large = (expert < E) & (count > 2 * ((rows + E - 1) // E))
@@ -44,7 +44,7 @@ def count_kernel(ids, counts, num_slots, E: tl.constexpr, BINS: tl.constexpr, BL
 def place_kernel(
     ids, counts,
     expert_offsets, row_to_slot, slot_to_row, tile_expert, tile_row, num_tiles,
-    by_size, num_large, taken,
+    large_first, num_large, taken,
     num_slots, num_blocks, block_m, E: tl.constexpr,
     BINS: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -73,8 +73,8 @@ def place_kernel(
         tl.store(expert_offsets + bins, offset, mask=bins < E)
         tl.store(expert_offsets + E, rows)
         tl.store(num_tiles, tl.sum(tiles))
-        rank, large = by_size_of(bins, total, rows, E)
-        tl.store(by_size + rank, bins, mask=bins < E)
+        rank, large = large_first_of(bins, total, rows, E)
+        tl.store(large_first + rank, bins, mask=bins < E)
         tl.store(num_large, large)
         tl.store(taken, 0)
     # the i-th slot of this block in expert order is row i + shift[expert]
@@ -134,7 +134,7 @@ def sort_tokens(top_k_index: Tensor, num_experts: int, block_m: int, buffer: Ten
         (blocks,), top_k_index, counts,
         order.expert_offsets, order.row_to_slot, order.slot_to_row,
         order.tile_expert, order.tile_row, order.num_tiles,
-        order.by_size, order.num_large, order.taken, slots, blocks, block_m,
+        order.large_first, order.num_large, order.taken, slots, blocks, block_m,
     )  # fmt: skip
     return order
 

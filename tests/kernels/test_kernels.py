@@ -25,7 +25,7 @@ def sort(index, num_experts, block_m):
 
 def assert_same_order(ours, twin):
     tiles = int(twin.num_tiles)
-    whole = "expert_offsets row_to_slot slot_to_row num_tiles by_size num_large taken"
+    whole = "expert_offsets row_to_slot slot_to_row num_tiles large_first num_large taken"
     for name in whole.split():
         assert torch.equal(getattr(ours, name), getattr(twin, name)), name
     for name in ("tile_expert", "tile_row"):
@@ -40,14 +40,14 @@ def test_the_worked_example():
     assert order.tile_expert[:3].tolist() == [0, 2, 2]
     assert order.tile_row[:3].tolist() == [0, 2, 4]
     assert order.num_tiles.tolist() == [3]
-    assert order.by_size.tolist() == [0, 1, 2, 3]
+    assert order.large_first.tolist() == [0, 1, 2, 3]
     assert order.num_large.tolist() == order.taken.tolist() == [0]
 
 
 def test_large_experts_come_first():
     index = torch.tensor([3] * 9 + [0] * 2 + [1] * 30 + [7])[:, None]  # 7: dropped; the mean is 9
     for order in (sort(index, 5, 16), reference.sort_tokens(index, 5, 16)):
-        assert order.by_size.tolist() == [1, 0, 2, 3, 4]
+        assert order.large_first.tolist() == [1, 0, 2, 3, 4]
         assert order.num_large.tolist() == [1]
 
 

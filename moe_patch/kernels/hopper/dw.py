@@ -114,7 +114,7 @@ class Tiles(NamedTuple):
     """Tiles of a result, and how the producer comes by them."""
 
     expert_offsets: Any
-    by_size: Any
+    large_first: Any
     """Experts in the order in which their tiles are computed: what takes long begins first."""
     total: Any
     turns: Any
@@ -202,7 +202,7 @@ def _rows_of(queue, tiles, PLAN: gl.constexpr):
     NUM_M: gl.constexpr = _row_tiles(PLAN)
     at = gl.minimum(queue.at, tiles.total - 1)
     expert = at // (NUM_M * column_tiles(PLAN))
-    expert = gl.load(tiles.by_size + expert)
+    expert = gl.load(tiles.large_first + expert)
     begin = gl.load(tiles.expert_offsets + expert)
     return expert, begin, gl.load(tiles.expert_offsets + expert + 1)
 
@@ -291,12 +291,12 @@ def _load(operands, step, ring, stage, PLAN: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    operands, expert_offsets, by_size, num_large, total, work, PLAN: gl.constexpr
+    operands, expert_offsets, large_first, num_large, total, work, PLAN: gl.constexpr
 ):  # fmt: skip
     """Fills stages, and looks two steps ahead for the slots of their rows."""
     filled = 0
     shared = PLAN.shared | (gl.load(num_large) > 0)
-    tiles = Tiles(expert_offsets, by_size, total, work.turns, shared)
+    tiles = Tiles(expert_offsets, large_first, total, work.turns, shared)
     queue, step = _tell(_first(tiles), tiles, PLAN)
     _look_up(operands, step, 0)
     queue, second = _after(queue, step, tiles, PLAN)
@@ -420,7 +420,7 @@ def _consume(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit(do_not_specialize=["experts"])
 def dw_hopper_kernel(
     gathered, dense_box, out, boxes,
-    row_to_slot, expert_offsets, by_size, num_large, taken, experts,
+    row_to_slot, expert_offsets, large_first, num_large, taken, experts,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """`dense_box`: rows of [64, bn], or [64, 64] where its columns are the result's rows; `boxes`:
@@ -442,7 +442,7 @@ def dw_hopper_kernel(
                 (_consume, (result, work, 0, PLAN)),
                 (_consume, (result, work, 1, PLAN)),
                 (_consume, (result, work, 2, PLAN)),
-                (_produce, (operands, expert_offsets, by_size, num_large, total, work, PLAN)),
+                (_produce, (operands, expert_offsets, large_first, num_large, total, work, PLAN)),
             ],
             [4, 4, 4],
             [160, 160, 32],
@@ -452,7 +452,7 @@ def dw_hopper_kernel(
             [
                 (_consume, (result, work, 0, PLAN)),
                 (_consume, (result, work, 1, PLAN)),
-                (_produce, (operands, expert_offsets, by_size, num_large, total, work, PLAN)),
+                (_produce, (operands, expert_offsets, large_first, num_large, total, work, PLAN)),
             ],
             [4, 4],
             [224, 56],

@@ -77,4 +77,5 @@ def produce(
             step = _fill(update, ring, step, turn, place, BRING_UPDATE, 0, PLAN.rank, PLAN)
         turn += 1
         place = own(turns, turn)
-    leave(turns, tiles.total)  # each tile is a turn, but for programs' first, and so is no tile
+    # a program's first turn is not taken, but one is for which there is no tile
+    leave(turns, tiles.total)
