@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import types
+from dataclasses import replace
 
 import gluon_on_cpu
 import pytest
@@ -301,6 +302,35 @@ def test_fp8(monkeypatch, masked, activated):
         truth = wide[part] @ (weight[expert].double() * by).T
         found = pre if activated else out
         assert torch.allclose(found[part].double(), truth, rtol=2**-8, atol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [[60, 60, 60, 60], [20, 20, 180, 20]], ids=["even", "large"])
+def test_dw_shares_its_tiles_where_an_expert_is_large(monkeypatch, rows):
+    """Else they are dealt out; in both cases in the order that the sort has listed."""
+    taken, language = [], gluon_on_cpu.FAKES["gl"]
+    add = language.atomic_add
+
+    def counted(pointer, value, mask=None, sem=""):
+        taken.append(mask is None or bool(gluon_on_cpu.plain(mask).any()))
+        return add(pointer, value, mask, sem)
+
+    monkeypatch.setattr(language, "atomic_add", counted)
+    monkeypatch.setattr(dw, "FEW", 0)
+    index = torch.arange(4).repeat_interleave(torch.tensor(rows))[:, None]
+    order, _ = sort(index, 4, DTYPE, 128)
+    p, q = torch.randn(240, 200).to(DTYPE), torch.randn(240, 264).to(DTYPE)
+    out = torch.full((4, 200, 264), 7.0, dtype=DTYPE)
+    with on_cpu():
+        assert dw._on_hopper(p, q, order, 1, out, False, Tile(128, 256, 64, ROLES, 3))
+    tiles, programs = 4 * 2 * 2, 3
+    # programs' first tiles are their own; each asks for two that there are not, and leaves
+    shared = tiles - programs + 2 * programs + programs
+    assert sum(taken) == (shared if rows[2] > 60 else 0)
+    with on_cpu():
+        again = replace(order, large_first=torch.full_like(order.large_first, 2))
+        out.fill_(7)
+        assert dw._on_hopper(p, q, again, 1, out, False, Tile(128, 256, 64, ROLES, 3))
+    assert [bool((each == 7).all()) for each in out] == [True, True, False, True]
 
 
 # what it would see

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+from dataclasses import replace
+
 import pytest
 import torch
 from ops import BOUND, assert_close, in_double, moe
@@ -511,3 +514,14 @@ def test_the_parameters_themselves_are_kept(device, stored_transposed, frozen):
         assert len(weights) == count
         assert all(any(tensor is p for p in parameters.values()) for tensor in weights)
         out.sum().backward()
+
+
+def test_a_product_on_another_stream_counts_its_turns_apart():
+    kept = []
+    tensor = types.SimpleNamespace(record_stream=kept.append)
+    order = reference.sort_tokens(torch.tensor([[0, 1]]), 2, 16)
+    given = accumulate.Product(tensor, tensor, replace(order, row_to_slot=tensor), top_k=2)
+    other = given.on("stream")
+    assert kept == ["stream"] * 3
+    assert other.order.taken.data_ptr() != order.taken.data_ptr()
+    assert other == replace(given, order=other.order)
