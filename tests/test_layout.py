@@ -36,9 +36,11 @@ FLOORS = tuple(
         kernels.hopper.rows kernels.hopper.update kernels.hopper.stores kernels.hopper.gather
         kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dgate kernels.hopper.dw
         kernels.hopper.fp8
-        kernels.in_steps kernels.hopper.lookup kernels.hopper.codes kernels.hopper.packed
+        kernels.in_steps kernels.hopper.lookup kernels.hopper.codes
+        kernels.hopper.packed_weight kernels.hopper.packed
+        kernels.hopper.packed_ring kernels.hopper.packed_roles
         kernels.hopper.pairs_ring kernels.hopper.pairs_sums kernels.hopper.pairs
-        kernels.pairs kernels.packed_products
+        kernels.pairs kernels.packed_roles kernels.packed_products
         kernels.dequantize
         kernels.grouped_gemm kernels.gate_up kernels.dgate kernels.decode_packed kernels.decode
         kernels.dw

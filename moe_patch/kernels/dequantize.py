@@ -21,14 +21,14 @@ from . import packed_products
 from .groups import group_tiles
 from .launch import cdiv, launches
 from .low_rank import LowRank
-from .packed import load_packed
+from .packed import COMPUTED, load_packed
 from .weights import _BLOCK, BLOCK, Weight, weight_operand
 from .widen import readable, widen, widen_scale
 
 ROWS = 512
 """An expert's, from which on it pays."""
-ROWS_OF_REGISTERS = 768
-"""The same where codes are widened in registers (packed_products.py)."""
+ROWS_LOOKED_UP, ROWS_COMPUTED = 1024, 2048
+"""The same in a forward whose products unpack codes in registers (packed_products.py)."""
 BYTES = 1 << 28
 """Of the widened weights that there are at a time; one expert at least."""
 
@@ -135,8 +135,10 @@ def widens(
     if rows < ROWS:
         return False
     if isinstance(weight, Packed):
-        in_registers = low_rank is None and packed_products.supported(weight, order, dtype)
-        return not in_registers or rows >= ROWS_OF_REGISTERS
+        in_registers = not backward and low_rank is None
+        if not in_registers or not packed_products.supported(weight, order, dtype):
+            return True
+        return rows >= (ROWS_COMPUTED if weight.format in COMPUTED else ROWS_LOOKED_UP)
     return scale is not None and weight.is_contiguous() and low_rank is None and backward
 
 

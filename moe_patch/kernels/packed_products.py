@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,29 +11,17 @@ from ..activation import parse
 from ..compat import has_gluon
 from ..formats.packed import Packed
 from ..order import ExpertOrder
-from . import chips, packed, pairs
+from . import chips, packed, packed_roles, pairs
 from .activate import Activated, gate_of
 from .in_steps import STEP, Steps, in_steps
 from .launch import Launch, cdiv
 from .tiles import INTERPRET
 from .widen import readable
 
-
-class Shape(NamedTuple):
-    """Of a program: its warps, the stages of its rings, and how many of those are on their way."""
-
-    warps: int
-    stages: int
-    ahead: int
-
-    @property
-    def rows(self) -> int:
-        """Of the weight, in one of a tile's two blocks."""
-        return 16 * self.warps
-
-
-SHAPES = {16: Shape(4, 4, 3), 32: Shape(4, 3, 2), 64: Shape(4, 3, 2), 128: Shape(8, 4, 2)}
-"""By the rows of x in a tile; docs/kernels.md has the sweep."""
+ROWS = 64
+"""Rows of the weight in one of a tile's two blocks."""
+AHEAD = {16: 3, 32: 2}
+"""Steps that are on their way, by the rows of x in a tile; docs/kernels.md has the sweep."""
 
 
 @functools.lru_cache
@@ -53,7 +40,7 @@ def supported(weight: Packed, order: ExpertOrder, dtype: torch.dtype) -> bool:
         return False
     whole = weight.codes.is_contiguous() and weight.scales.is_contiguous()
     aligned = not weight.codes.data_ptr() % 16 and not weight.shape[2] % 32
-    return whole and aligned and order.block_m in SHAPES
+    return whole and aligned and (order.block_m in AHEAD or packed_roles.supported(weight, order))
 
 
 def steps_of(weight: Packed, order: ExpertOrder, activation: str | None = None) -> Steps:
@@ -61,47 +48,38 @@ def steps_of(weight: Packed, order: ExpertOrder, activation: str | None = None) 
     `pairs.py` computes it, if it computes its activation."""
     if pairs.supported(weight, order) and (activation is None or pairs.gates(activation)):
         return "words"
-    return "bytes" if _in_bytes(weight, order) else "halves"
-
-
-def _in_bytes(weight: Packed, order: ExpertOrder) -> bool:
-    """Whether codes are looked up by bytes, in shared memory. That pays where a program has a
-    multiprocessor to itself: the table takes 32 KB."""
-    return weight.format == "nf4" and order.block_m == 128
+    return packed_roles.steps_of(weight) if packed_roles.supported(weight, order) else "halves"
 
 
 @functools.lru_cache(1024)
-def _gemm(warps: int, **sizes: object) -> Launch:
+def _gemm(**sizes: object) -> Launch:
     from .hopper.packed import Plan, gemm_packed_kernel
 
-    return Launch(gemm_packed_kernel, PLAN=Plan(**sizes), num_warps=warps)
+    return Launch(gemm_packed_kernel, PLAN=Plan(**sizes), num_warps=4)
 
 
 @functools.lru_cache(1024)
-def _gate_up(warps: int, activation: str, **sizes: object) -> Launch:
+def _gate_up(activation: str, **sizes: object) -> Launch:
     from .hopper.packed import Plan, gate_up_packed_kernel
 
     gate = gate_of(activation)
-    return Launch(gate_up_packed_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=warps)
+    return Launch(gate_up_packed_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
 
 
-def _sizes(weight: Packed, order: ExpertOrder, shape: Shape, columns: int) -> dict[str, object]:
+def _sizes(weight: Packed, order: ExpertOrder, columns: int) -> dict[str, object]:
     """What both kernels' plans share; `columns` of both blocks are covered by tiles."""
     _, n, k = weight.shape
     return {
-        "warps": shape.warps, "rows": shape.rows, "stages": shape.stages, "ahead": shape.ahead,
-        "n": n, "k": k, "steps": cdiv(k, STEP), "bm": order.block_m, "group_m": 8,
+        "n": n, "k": k, "steps": cdiv(k, STEP), "bm": order.block_m, "ahead": AHEAD[order.block_m],
         "format": weight.format, "group": weight.group, "zeros": weight.zeros is not None,
         "weight_e": n * k // 2, "scale_e": n * k // weight.group,
-        "pairs": _in_bytes(weight, order),
-        "whole": k % STEP == 0 and n == columns and n % (2 * shape.rows) == 0,
+        "whole": k % STEP == 0 and n == columns and n % (2 * ROWS) == 0,
     }  # fmt: skip
 
 
-def _operand(weight: Packed, order: ExpertOrder) -> tuple[Tensor | None, ...]:
+def _operand(weight: Packed) -> tuple[Tensor | None, ...]:
     """(codes, scales, zeros, table), as the kernels take them."""
-    table = packed.pairs_of_codes if _in_bytes(weight, order) else packed.values
-    return weight.codes, readable(weight.scales), weight.zeros, table(weight)
+    return weight.codes, readable(weight.scales), weight.zeros, packed.values(weight)
 
 
 def gemm(
@@ -118,14 +96,17 @@ def gemm(
     if steps == "words":
         pairs.gemm(x, weight, order, out, bias, ordered)
         return
-    shape, n = SHAPES[order.block_m], weight.shape[1]
-    sizes = _sizes(weight, order, shape, n)
+    if packed_roles.supported(weight, order):
+        packed_roles.gemm(x, weight, order, out, bias, ordered)
+        return
+    n = weight.shape[1]
+    sizes = _sizes(weight, order, n)
     start = _gemm(
         **sizes, form="", top_k=0, weight_on_input=False, save_pre=False, act_in_steps=False
     )
     start(
-        (order.tile_expert.numel() * cdiv(n, 2 * shape.rows),),
-        x if ordered else in_steps(x, steps), *_operand(weight, order), bias, out,
+        (order.tile_expert.numel() * cdiv(n, 2 * ROWS),),
+        x if ordered else in_steps(x, steps), *_operand(weight), bias, out,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
 
@@ -137,16 +118,19 @@ def gate_up(x: Tensor, weight: Packed, order: ExpertOrder, result: Activated) ->
     if steps == "words":
         pairs.gate_up(x, weight, order, result)
         return
-    shape, columns = SHAPES[order.block_m], result.act.shape[1]
+    if packed_roles.supported(weight, order):
+        packed_roles.gate_up(x, weight, order, result)
+        return
+    columns = result.act.shape[1]
     start = _gate_up(
-        activation=result.activation, **_sizes(weight, order, shape, 2 * columns),
+        activation=result.activation, **_sizes(weight, order, 2 * columns),
         form=parse(result.activation).form, top_k=order.row_to_slot.numel() // len(x),
         weight_on_input=result.weight_on_input, save_pre=result.pre.numel() > 0,
         act_in_steps=result.in_steps,
     )  # fmt: skip
     start(
-        (order.tile_expert.numel() * cdiv(columns, shape.rows),),
-        in_steps(x, steps), *_operand(weight, order),
+        (order.tile_expert.numel() * cdiv(columns, ROWS),),
+        in_steps(x, steps), *_operand(weight),
         result.bias, result.slot_weight, result.act, result.pre,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

@@ -19,9 +19,13 @@ KERNELS = ROUTING | DECODE | GROUPED | {"combine_kernel", "sum_partials_kernel"}
 HOPPER = {f"{name}_hopper_kernel" for name in ("fp8", "gate_up", "gemm", "dgate", "dw")}
 HOPPER |= {"quantize_kernel"}
 PACKED = GROUPED - {"dw_kernel"} | {"unpack_kernel"}
-IN_REGISTERS = {"gate_up_packed_kernel", "gemm_packed_kernel", "in_steps_kernel"}
+IN_REGISTERS = {
+    f"{product}_{how}_kernel"
+    for product in ("gate_up", "gemm")
+    for how in ("packed", "packed_roles", "pairs")
+} | {"in_steps_kernel"}
 FP8 = {"fp8_gemm_kernel", "quantize_kernel", "dequantize_kernel"}
-BASIC = "qwen3_30b decode"
+BASIC, IN_4_BITS = "qwen3_30b decode", "nf4_short nf4_many int4_short int4_decode"
 LINE = re.compile(r"(\w+) \w+ \w+ (\w+) .*: registers .*, spills ([\d,-]+), shared (\d+),")
 
 
@@ -43,7 +47,7 @@ def elsewhere(*case):
         ("sm_120", "lora lora_wide fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
-            f"{BASIC} gpt_oss gpt_oss_decode fp8_decode fp8_short nf4_short nf4_many int4_decode",
+            f"{BASIC} gpt_oss gpt_oss_decode fp8_decode fp8_short {IN_4_BITS}",
             KERNELS | HOPPER | IN_REGISTERS | DECODE_4_BITS | {"row_sums_kernel"},
         ),
         ("sm_90", "lora_wide", {"grouped_gemm_kernel"} | HOPPER - FP8 - {"fp8_hopper_kernel"}),

@@ -53,7 +53,7 @@ def drawn(seed):
     slot = order.row_to_slot[:used].long()
     group = options.get("group", {"nf4": 64, "mxfp4": 32, "int4": 128}[format])
     k = draw.choice((256, 384, group * (2 * 128 // group + 1), 128 * 4 + group))
-    n = 2 * draw.choice((64, 128, 5, 75))
+    n = 2 * draw.choice((64, 128, 80) if order.block_m >= 64 else (64, 128, 5, 75))
     weight = quantize(torch.randn(experts, n, k).bfloat16() * 0.1, format, **options)
     x = torch.randn(tokens, k).bfloat16()
     return draw, order, x, weight, slot, index.flatten()[slot]

@@ -78,6 +78,12 @@ def random_rows(draw, device, rows):
     return order, tokens, top_k, of_row, used
 
 
+def some_columns(draw, order, most):
+    """A number of rows of a weight that products are computed here for: an even one."""
+    by = 32 if order.block_m >= 64 else 2
+    return by * draw.randint(1, most // by)
+
+
 def of_rows(x, weight, of_row):
     """x [R, K] times the weight of each row's expert, in float64."""
     return torch.cat([x[row : row + 1] @ weight[e].T for row, e in enumerate(of_row.tolist())])
@@ -115,7 +121,7 @@ def test_gemm(hopper, elsewhere, how, rows):
     order, tokens, top_k, of_row, used = random_rows(draw, hopper, rows)
     experts, slots = order.expert_offsets.numel() - 1, tokens * top_k
     k = 128 * draw.randint(2, 7) if draw.random() < 0.5 else options.get("group", 128) * 5
-    n = draw.choice((128 * draw.randint(1, 4), draw.randint(1, 300)))
+    n = draw.choice((128 * draw.randint(1, 4), some_columns(draw, order, 300)))
     weight = quantize(torch.randn(experts, n, k, device=hopper).bfloat16(), format, **options)
     bias = torch.randn(experts, n, device=hopper).bfloat16() if draw.random() < 0.5 else None
     x = torch.randn(slots, k, device=hopper).bfloat16()
@@ -146,7 +152,7 @@ def test_gate_up(hopper, elsewhere, how, rows):
     order, tokens, top_k, of_row, used = random_rows(draw, hopper, rows)
     experts = order.expert_offsets.numel() - 1
     k = 128 * draw.randint(2, 5) if draw.random() < 0.5 else options.get("group", 128) * 5
-    inner = draw.choice((128 * draw.randint(1, 3), draw.randint(1, 200)))
+    inner = draw.choice((128 * draw.randint(1, 3), some_columns(draw, order, 400) // 2))
     dense = torch.randn(experts, 2 * inner, k, device=hopper).bfloat16() * 0.1
     weight = quantize(dense, format, **options)
     x = torch.randn(tokens, k, device=hopper).bfloat16()

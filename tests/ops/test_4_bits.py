@@ -17,6 +17,7 @@ from moe_patch import kernels, paths, reference
 from moe_patch.activation import Activation
 from moe_patch.formats.packed import FORMATS, Packed, dequantize, quantize
 from moe_patch.ops.experts import fused_experts
+from moe_patch.ops.grouped import sort
 
 HOWS = [
     ("nf4", {}),
@@ -127,7 +128,7 @@ def test_gates_biases_and_updates(device, how, dtype, form, rank):
 def test_experts_with_many_rows_are_widened_a_few_at_a_time(device, monkeypatch, dtype, rank):
     """Biases and updates are those of the experts at hand."""
     monkeypatch.setattr(kernels.dequantize, "ROWS", 4)  # 512
-    monkeypatch.setattr(kernels.dequantize, "ROWS_OF_REGISTERS", 4)
+    monkeypatch.setattr(kernels.dequantize, "ROWS_LOOKED_UP", 4)
     monkeypatch.setattr(kernels.dequantize, "BYTES", 2 * 2 * 256 * 128)
     widened = []
     real = kernels.dequantize.dequantize
@@ -140,6 +141,29 @@ def test_experts_with_many_rows_are_widened_a_few_at_a_time(device, monkeypatch,
         low_rank(arguments, rank)
     compare(arguments)
     assert len(widened) > 8
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_where_codes_are_unpacked_in_registers_they_are_written_out_later(
+    device, monkeypatch, format
+):
+    """In a forward: its backward has no products that do so, and with updates neither has it."""
+    monkeypatch.setattr(kernels.packed_products, "supported", lambda *_: True)
+    for name, rows in (("ROWS", 4), ("ROWS_LOOKED_UP", 8), ("ROWS_COMPUTED", 16)):
+        monkeypatch.setattr(kernels.dequantize, name, rows)
+    weight = quantize(torch.randn(2, 64, 128, device=device), format)
+    update = kernels.low_rank.LowRank(None, None, None)
+
+    def from_rows(low_rank=None, *, backward=False):
+        for rows in range(1, 20):
+            index = torch.arange(2, device=device).repeat_interleave(rows)[:, None]
+            order, _ = sort(index, 2, torch.bfloat16)
+            how = {"backward": backward}
+            if kernels.dequantize.widens(weight, None, order, torch.bfloat16, low_rank, **how):
+                return rows
+
+    assert from_rows() == (8 if format == "nf4" else 16)
+    assert from_rows(backward=True) == from_rows(update) == 4
 
 
 @pytest.mark.usefixtures("poison")

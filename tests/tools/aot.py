@@ -312,7 +312,7 @@ def line(target, launch):
         f"{kernel.__name__} {tile or '-'} w{how['num_warps']} s{how['num_stages']}: "
         f"registers {','.join(registers) or '-'}, spills {','.join(spills) or '-'}, "
         f"shared {compiled.metadata.shared + declared}, {time.time() - start:.1f} s"
-        + (" SERIALISED" if "C7510" in log or "C7515" in log else "")
+        + (" SERIALISED" if "instructions are serialized" in log else "")
         + (" UNREAD BARRIER" if unread_barriers(compiled.asm.get("ttgir", "")) else "")
         + (" ASKS LATE" if asks_late(kernel.__name__, compiled.asm.get("ptx", "")) else "")
     )

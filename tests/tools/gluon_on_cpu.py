@@ -464,8 +464,10 @@ def _init(where: Barriers, count: int) -> None:
 
 
 def _wait(where: Any, parity: Any, pred: Any = True) -> None:
-    barrier, parity = _barrier(where), int(parity)
-    here().let_others(lambda: barrier.passed(parity), f"waits for a barrier, parity {parity}")
+    barrier, parity, waits = _barrier(where), int(parity), bool(pred)
+    here().let_others(
+        lambda: not waits or barrier.passed(parity), f"waits for a barrier, parity {parity}"
+    )
 
 
 def _arrive(where: Any, count: int = 1, pred: Any = True) -> None:

@@ -75,8 +75,7 @@ def _scaled(code: Tensor, bank: Tensor, large: Tensor, small: Tensor) -> Tensor:
 
 
 IN_PYTHON = {
-    lookup._BY_FOUR_WARPS.value: _fill,
-    lookup._BY_EIGHT_WARPS.value: _fill,
+    lookup._FILLED.value: _fill,
     lookup._TWO_WORDS.value: _pairs_of,
     lookup._SCALED.value: _pairs_of,
     lookup._BANK.value: lambda anything: anything,

@@ -21,9 +21,11 @@ from triton.experimental.gluon import language as gl
 
 from .. import in_steps
 from ..packed import PAIR_UNIT
-from .lookup import own_bank, pairs_of_word
+from .lookup import pairs_of_word
 
 STEP = gl.constexpr(in_steps.STEP)
+ROWS = gl.constexpr(64)
+"""Rows of a weight that a warpgroup unpacks at a time."""
 LESS = gl.constexpr(30)
 """Values of mxfp4 are 2 ** 30 times less than they should be, and so are their sums, until the end.
 The difference of the exponents' biases, 126, and a scale are one factor then, in bfloat16's range
@@ -31,16 +33,11 @@ for scales below 2 ** 32. (Larger ones are infinite or NaN, and sums below 2 ** 
 
 
 @gluon.constexpr_function
-def words_of(rows):
-    """Layout of a step's words [rows, q, 2 s + r] in rows / 16 warps."""
-    warps = [[16 << i, 0, 0] for i in range((rows // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [8, 0, 0]],
-        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warps,
-        [],
-        [rows, 4, 4],
-    )
+def words_of():
+    """Layout of a warpgroup's words of a step, [64, q, 2 s + r]."""
+    registers = [[0, 0, 1], [0, 0, 2], [8, 0, 0]]
+    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [64, 4, 4])
 
 
 def _shifted(to: str, by: int) -> str:
@@ -105,15 +102,18 @@ _POWER = gl.constexpr(  # bfloat16's bits of 2 ** (e8m0 - 127 + 126 - LESS), twi
 
 
 @gluon.jit
-def own_value(table, PLAN: gl.constexpr):
-    """Value that code l % 16 stands for, in lane l; where codes are looked up in pairs, the lane's
-    bank; anything where they are computed."""
+def own_value(table):
+    """Value that code l % 16 stands for, in lane l; anything where codes are computed."""
     if table is None:
         return gl.to_tensor(0.0)
-    elif PLAN.pairs:
-        return own_bank(gl.program_id(0))
     else:
         return gl.inline_asm_elementwise(_OWN_VALUE, "=f,l", [table], gl.float32, True, 1)
+
+
+@gluon.jit
+def halves(words):
+    """r = 0 and r = 1 of words [64, q, 2 s + r]."""
+    return words.reshape((ROWS, 4, 2, 2)).split()
 
 
 @gluon.jit
@@ -134,19 +134,24 @@ def _all(ptx: gl.constexpr, constraints: gl.constexpr, arguments, PURE: gl.const
 
 
 @gluon.jit
-def fragment(words, scale, zero, own, SUMS: gl.constexpr, PLAN: gl.constexpr):
-    """What half a step's words [rows, 4, 2] stand for (mxfp4: 2 ** -LESS of it): [rows, 64] in
+def fragment(
+    words, group, own, SUMS: gl.constexpr, PLAN: gl.constexpr, IN_BYTES: gl.constexpr = False
+):  # fmt: skip
+    """What half a step's words [64, 4, 2] stand for (mxfp4: 2 ** -LESS of it): [64, 64] in
     bfloat16, as a left operand of sums in the layout SUMS.
 
-    `scale` [rows, 4] are those of the words' groups as they lie in memory, `zero` their codes for
-    zero if PLAN.zeros, `own` is `own_value`. Rounded once, from float32 or what is exact; in pairs,
-    once when the table was made and once when both parts of a scale, which are bfloat16, are added.
+    `group` is the words' Groups: scales [64, 4] as they lie in memory and, if PLAN.zeros, codes for
+    zero. `own` is `own_value`, or with IN_BYTES, which says that codes are looked up in pairs,
+    `own_bank`. Rounded once, from float32 or what is exact; in pairs, once when the table was made
+    and once when both parts of a scale, which are bfloat16, are added.
     """
     FORMAT: gl.constexpr = PLAN.format
     by: gl.constexpr = gl.SliceLayout(2, words.type.layout)
-    scale = gl.convert_layout(scale, by, assert_trivial=True)
+    scale = gl.convert_layout(group.scale, by, assert_trivial=True)
     if PLAN.zeros:
-        zero = gl.expand_dims(gl.convert_layout(zero, by, assert_trivial=True), 2).to(gl.int32)
+        zero = gl.expand_dims(gl.convert_layout(group.zero, by, assert_trivial=True), 2).to(
+            gl.int32
+        )
     else:
         zero = gl.to_tensor(8)
     if FORMAT == "mxfp4":
@@ -161,7 +166,7 @@ def fragment(words, scale, zero, own, SUMS: gl.constexpr, PLAN: gl.constexpr):
             scale = gl.expand_dims(scale.to(gl.float32), 2)
             zero = zero.to(gl.float32) + 8388608.0  # exact
             found = _all(_INT4_IN_FLOAT, _FLOATS, [words, scale, zero])
-    elif PLAN.pairs:
+    elif IN_BYTES:
         scale = scale.to(gl.float32) * _UNIT
         large = scale.to(gl.bfloat16)
         small = (scale - large.to(gl.float32)).to(gl.bfloat16)
@@ -172,6 +177,6 @@ def fragment(words, scale, zero, own, SUMS: gl.constexpr, PLAN: gl.constexpr):
         found = _all(_LOOKED_UP, _FLOATS, [words, scale, own], False)  # shuffles stay together
     first = gl.join(gl.join(found[0], found[1]), gl.join(found[2], found[3]))
     second = gl.join(gl.join(found[4], found[5]), gl.join(found[6], found[7]))
-    both = gl.join(first, second)  # [rows, q, s, h, p % 2, p // 2]
-    both = both.permute((0, 2, 5, 4, 1, 3)).reshape((words.shape[0], 64))
+    both = gl.join(first, second)  # [64, q, s, h, p % 2, p // 2]
+    both = both.permute((0, 2, 5, 4, 1, 3)).reshape((ROWS, 64))
     return gl.convert_layout(both, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)

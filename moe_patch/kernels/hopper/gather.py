@@ -52,14 +52,19 @@ def find_tokens(operands, turn, place, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def gather_rows(operands, ring, stage, turn, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
-    """Begins to copy a step of a tile's rows; zeros where there is none."""
+def copy_rows(operands, to, turn, part, k, PLAN: gl.constexpr):
+    """Begins to copy 64 columns, from k on, of a part of a tile's rows; zeros where there is
+    none."""
     by: gl.constexpr = rows_layout()
     columns = gl.expand_dims(gl.arange(0, BK, gl.SliceLayout(0, by)), 0)
+    token = operands.tokens.index(turn % 2 * PLAN.parts + part).load(gl.SliceLayout(1, by))
+    source = gl.expand_dims(token.to(gl.int64) * PLAN.stride_x, 1)
+    copy(to, operands.x + source + columns + k, gl.expand_dims(token >= 0, 1))
+
+
+@gluon.jit
+def gather_rows(operands, ring, stage, turn, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
+    """Begins to copy a step of a tile's rows."""
     for part in gl.static_range(PARTS):
-        token = operands.tokens.index(turn % 2 * PLAN.parts + part).load(gl.SliceLayout(1, by))
-        source = gl.expand_dims(token.to(gl.int64) * PLAN.stride_x, 1)
-        exists = gl.expand_dims(token >= 0, 1)
-        left = ring.left.index(PLAN.parts * stage + part)
-        copy(left, operands.x + source + columns + k, exists)
+        copy_rows(operands, ring.left.index(PLAN.parts * stage + part), turn, part, k, PLAN)
     async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)

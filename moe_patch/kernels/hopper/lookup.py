@@ -43,19 +43,17 @@ def _of_two_words(then: str = "") -> gl.constexpr:
     return gl.constexpr("{ " + " ".join(found) + " }")
 
 
-def _filled(groups: int) -> gl.constexpr:
-    """PTX for groups of 128 threads: each writes two words, to its group's share of the banks."""
+def _filled() -> gl.constexpr:
+    """PTX for 128 threads, each of which writes two words, 32 times each."""
     found = [
         ".shared .align 128 .b32 code_pairs[8192];"
         "{ .reg .b32 thread, bank, at, first, second; .reg .b64 from;"
-        "mov.u32 thread, %tid.x; mov.u32 bank, %laneid;"
-        f"shr.b32 at, thread, 7; mad.lo.u32 bank, at, {32 // groups}, bank;"
-        "shl.b32 bank, bank, 2;"
-        "and.b32 thread, thread, 127; mad.wide.u32 from, thread, 4, $1;"
+        "mov.u32 thread, %tid.x; mov.u32 bank, %laneid; shl.b32 bank, bank, 2;"
+        "mad.wide.u32 from, thread, 4, $1;"
         "ld.global.nc.b32 first, [from]; ld.global.nc.b32 second, [from + 512];"
         "mov.u32 at, code_pairs; mad.lo.u32 thread, thread, 128, at;"
     ]
-    for turn in range(32 // groups):  # all threads of a warp write to banks of their own
+    for turn in range(32):  # all threads of a warp write to banks of their own
         found.append(
             f"add.u32 at, bank, {4 * turn}; and.b32 at, at, 127; add.u32 at, at, thread;"
             "st.shared.b32 [at], first; st.shared.b32 [at + 16384], second;"
@@ -63,7 +61,7 @@ def _filled(groups: int) -> gl.constexpr:
     return gl.constexpr(" ".join(found) + " mov.u32 $0, bank; }")
 
 
-_BY_FOUR_WARPS, _BY_EIGHT_WARPS = _filled(1), _filled(2)
+_FILLED = _filled()
 _BANK = gl.constexpr("mov.u32 $0, %laneid; shl.b32 $0, $0, 2;")
 _TWO_WORDS, _SCALED = _of_two_words(), _of_two_words("mul.rn.bf16x2 {pair}, {pair}, $8;")
 _FOUR, _SIX = gl.constexpr("=r,=r,=r,=r,r,r,r,r"), gl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r")
@@ -72,9 +70,8 @@ _FOUR, _SIX = gl.constexpr("=r,=r,=r,=r,r,r,r,r"), gl.constexpr("=r,=r,=r,=r,r,r
 @gluon.jit
 def fill_table(words):
     """Writes int32 [256], each what both codes of a byte stand for. Once in a kernel, by the four
-    or eight warps at its head, which have to wait for each other before they read the table."""
-    FILLED: gl.constexpr = _BY_FOUR_WARPS if gl.num_warps() == 4 else _BY_EIGHT_WARPS
-    gl.inline_asm_elementwise(FILLED, "=r,l", [words], gl.int32, False, 1)
+    warps at its head, which have to wait for each other before they read the table."""
+    gl.inline_asm_elementwise(_FILLED, "=r,l", [words], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...compat import gluon_load
-from .ring import BK, wait_empty
+from .ring import step_of, wait_empty
 from .turns import is_long, leave, own, take, tell
 
 async_load = gluon_load()
@@ -34,6 +34,7 @@ def _fill(
     """Brings FROM ... TO of a tile's reduction, without parts past its end; returns the step
     after it."""
     PARTS: gl.constexpr = PLAN.parts
+    BK: gl.constexpr = step_of(PLAN)
     parts = (gl.minimum(place.end - place.first, PLAN.bm) + 63) // 64
     for count in gl.static_range(1, PARTS + 1):
         if parts == count:
@@ -44,16 +45,16 @@ def _fill(
 
 
 @gluon.constexpr_function
-def _asked_at(plan):
-    """Position in a tile's reduction at which the producer asks for the next tile: once the ring is
-    full, since there is time then.
+def _asked_at(plan, step):
+    """Position in a tile's reduction at which the producer asks for the next tile, a multiple of
+    `step`: once the ring is full, since there is time then.
 
     A program that asks early holds its next tile long before it begins it, while others take that
-    tile's neighbours and begin at once. So where the reduction is long it asks 16 steps before the
+    tile's neighbours and begin at once. So where the reduction is long it asks 1024 before the
     end. Where rows are to be found by token first, that gained nothing.
     """
     late = is_long(plan.k) and not plan.copied
-    return plan.k - 16 * 64 if late else min(plan.stages * 64, plan.k)
+    return (plan.k - 16 * 64) // step * step if late else min(plan.stages * step, plan.k)
 
 
 @gluon.jit
@@ -63,7 +64,7 @@ def produce(
 ):  # fmt: skip
     """Fills the ring. `FIND(operands, turn, place, PLAN)` prepares a tile before its turn;
     BRING_UPDATE is a BRING of a low-rank update."""
-    ASKED: gl.constexpr = _asked_at(PLAN)
+    ASKED: gl.constexpr = _asked_at(PLAN, step_of(PLAN))
     step, turn = 0, 0
     tell(turns, 0, gl.program_id(0), tiles, PLAN)
     place = own(turns, 0)

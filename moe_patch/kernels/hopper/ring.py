@@ -39,6 +39,12 @@ class Ring(NamedTuple):
 
 
 @gluon.constexpr_function
+def step_of(plan):
+    """Of the reduction, what a stage holds: 64, if the plan says nothing else."""
+    return getattr(plan, "bk", 64)
+
+
+@gluon.constexpr_function
 def steps_of(plan):
     """Stages that a tile takes: of its reduction, and of a low-rank update."""
     return plan.k // 64 + (plan.rank + 63) // 64

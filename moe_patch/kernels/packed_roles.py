@@ -1,0 +1,139 @@
+"""Starts the products of `hopper/packed_roles.py`: weights in 4 bits, bfloat16 rows, many an
+expert."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..activation import parse
+from ..formats.packed import Packed
+from ..order import ExpertOrder
+from . import chips, packed
+from .activate import Activated, gate_of
+from .boxes import gluon_box, rows_box
+from .in_steps import STEP, Steps, in_steps
+from .launch import Launch, cdiv
+from .widen import readable
+
+ROWS = 64
+"""Rows of the weight that a warpgroup has of one of a tile's two blocks."""
+
+
+def supported(weight: Packed, order: ExpertOrder) -> bool:
+    """Whether products of weights that `packed_products` multiplies are computed here."""
+    return order.block_m in (64, 128) and weight.shape[1] % 32 == 0
+
+
+def steps_of(weight: Packed) -> Steps:
+    """In which order of steps a product reads its rows."""
+    return "bytes" if _in_bytes(weight) else "halves"
+
+
+def _in_bytes(weight: Packed) -> bool:
+    """Whether codes are looked up by bytes, in shared memory."""
+    return weight.format not in packed.COMPUTED
+
+
+@functools.lru_cache(1024)
+def _gemm(**sizes: Any) -> Launch:
+    from .hopper.packed_ring import Plan
+    from .hopper.packed_roles import gemm_packed_roles_kernel
+
+    return Launch(gemm_packed_roles_kernel, PLAN=Plan(**sizes), num_warps=4)
+
+
+@functools.lru_cache(1024)
+def _gate_up(activation: str, **sizes: Any) -> Launch:
+    from .hopper.packed_ring import Plan
+    from .hopper.packed_roles import gate_up_packed_roles_kernel
+
+    gate = gate_of(activation)
+    return Launch(gate_up_packed_roles_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
+
+
+def _sizes(weight: Packed, order: ExpertOrder, columns: int) -> dict[str, Any]:
+    """What both kernels' plans share; `columns` of the weight are covered by tiles."""
+    _, n, k = weight.shape
+    steps = cdiv(k, STEP)
+    return {
+        "n": n, "k": k, "steps": steps, "stride_x": steps * STEP,
+        "group_m": 16, "listed": order.block_m,
+        "format": weight.format, "group": weight.group, "zeros": weight.zeros is not None,
+        "weight_e": n * k // 2, "scale_e": n * k // weight.group,
+        "pairs": _in_bytes(weight), "whole": k % STEP == 0 and n == columns,
+        "stages": 3 if _in_bytes(weight) else 4,  # of 48 KB; the table takes 32
+    }  # fmt: skip
+
+
+def _operand(weight: Packed) -> tuple[Tensor | None, ...]:
+    """(codes, scales, zeros, table), as the kernels take them."""
+    table = packed.pairs_of_codes if _in_bytes(weight) else packed.values
+    return weight.codes, readable(weight.scales), weight.zeros, table(weight)
+
+
+def _tiles(order: ExpertOrder) -> tuple[Tensor, ...]:
+    return (
+        order.taken, order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row,
+        order.num_tiles,
+    )  # fmt: skip
+
+
+def _programs(order: ExpertOrder, columns: int) -> tuple[int]:
+    device = order.row_to_slot.device
+    return (min(chips.multiprocessors(device), order.tile_expert.numel() * columns),)
+
+
+def gemm(
+    x: Tensor, weight: Packed, order: ExpertOrder, out: Tensor, bias: Tensor | None, ordered: bool
+) -> None:
+    """grouped_gemm of rows in expert order; arguments as of `packed_products.gemm`."""
+    experts, n, k = weight.shape
+    columns = cdiv(n, 4 * ROWS)
+    start = _gemm(**_sizes(weight, order, 4 * ROWS * columns))
+    x = x if ordered else in_steps(x, steps_of(weight))
+    words = gluon_box(weight.codes.data_ptr(), torch.int32, (experts, n, k // 8), (1, ROWS, 16))
+    start(
+        _programs(order, columns), _rows_box(x, 2 * ROWS), words, *_operand(weight), bias,
+        _rows_box(out, ROWS), *_tiles(order),
+    )  # fmt: skip
+
+
+def gate_up(x: Tensor, weight: Packed, order: ExpertOrder, result: Activated) -> None:
+    """gate_up of x [T, K]; arguments as of `packed_products.gate_up`."""
+    columns = cdiv(result.act.shape[1], 2 * ROWS)
+    form = parse(result.activation).form
+    start = _gate_up(
+        activation=result.activation, **_sizes(weight, order, 4 * ROWS * columns), form=form,
+        top_k=order.row_to_slot.numel() // len(x), weight_on_input=result.weight_on_input,
+        save_pre=result.pre.numel() > 0, act_in_steps=result.in_steps, copied=True,
+    )  # fmt: skip
+    start(
+        _programs(order, columns), in_steps(x, steps_of(weight)),
+        *_blocks(weight, form, result.in_steps), *_operand(weight),
+        result.bias, result.slot_weight, _rows_box(result.act, ROWS), result.pre, *_tiles(order),
+    )  # fmt: skip
+
+
+def _rows_box(rows: Tensor, height: int) -> Any:
+    return rows_box(rows.data_ptr(), rows.dtype, tuple(rows.shape), (height, 64))
+
+
+def _blocks(weight: Packed, form: str, in_steps: bool) -> tuple[Any, Any]:
+    """Boxes of the words of gates and of ups, as `bring_words` in `hopper/packed_ring.py` has
+    them."""
+    experts, n, k = weight.shape
+    words, inner = k // 8, n // 2
+    row, up = (2 * words, words) if form == "interleaved" else (words, inner * words)
+    shape, block, strides = (experts, inner, words), (1, ROWS, 16), (n * words, row, 1)
+    if in_steps:
+        shape, block = (experts, inner // 16, 2, 8, words), (1, 8, 1, 8, 16)
+        strides = (n * words, 16 * row, 8 * row, row, 1)
+    first, second = (
+        gluon_box(weight.codes.data_ptr() + 4 * begin, torch.int32, shape, block, strides)
+        for begin in (0, up)
+    )
+    return first, second
