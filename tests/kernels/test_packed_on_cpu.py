@@ -100,9 +100,12 @@ def test_gate_up(seed):
     with on_cpu(seed) as names:
         act, pre = gate_up.gate_up(x, weight, order, by, save_pre=True, **how)
         stepped, _ = gate_up.gate_up(x, weight, order, by, save_pre=False, act_in_steps=True, **how)
-    assert len(names) == 2 and all(name.startswith("gate_up_") for name in names)
+        both, kept = gate_up.gate_up(x, weight, order, by, save_pre=True, act_in_steps=True, **how)
+    assert len(names) == 3 and all(name.startswith("gate_up_") for name in names)
     steps = packed_products.steps_of(weight, order, activation)
     assert torch.equal(stepped[: len(slot)], in_steps(act, steps)[: len(slot)])
+    assert torch.equal(both[: len(slot)], stepped[: len(slot)])
+    assert torch.equal(kept[: len(slot)], pre[: len(slot)])
     truth = product(x[slot // top_k], weight, expert)
     if bias is not None:
         truth += bias.double()[expert]

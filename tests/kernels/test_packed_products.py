@@ -184,8 +184,10 @@ def test_gate_up(hopper, elsewhere, how, rows):
     again, empty = product(save_pre=False)
     assert torch.equal(again[:used], act[:used]) and not empty.numel()
     steps = packed_products.steps_of(weight, order, how["activation"])
-    stepped, _ = product(act_in_steps=True)
-    assert torch.equal(stepped[:used], in_order(act[:used], steps))
+    for save_pre in (True, False):
+        stepped, kept = product(save_pre, act_in_steps=True)
+        assert torch.equal(stepped[:used], in_order(act[:used], steps))
+        assert not save_pre or torch.equal(kept[:used], pre[:used])
 
 
 @pytest.mark.gpu
