@@ -19,7 +19,7 @@ from ...compat import gluon_load
 from .codes import ROWS, STEP
 from .gather import copy_rows, find_tokens
 from .producer import produce
-from .ring import PRODUCERS, Ring
+from .ring import with_barriers
 from .rows import as_box, load_rows
 
 async_load = gluon_load()
@@ -86,12 +86,7 @@ def ring_of(dtype: gl.constexpr, PLAN: gl.constexpr):
     for_words: gl.constexpr = gl.NVMMASharedLayout(64, 32, 2)
     words = gl.allocate_shared_memory(gl.int32, [4 * STAGES, ROWS, STEP // 8], for_words)
     x = gl.allocate_shared_memory(dtype, [2 * STAGES, PLAN.bm, STEP // 2], for_x)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 + PRODUCERS if PLAN.copied else 1)
-        mbarrier.init(empty.index(stage), count=PLAN.parts)
-    return Ring(words, x, full, empty)
+    return with_barriers(words, x, PLAN)
 
 
 @gluon.jit

@@ -40,7 +40,7 @@ class Ring(NamedTuple):
 
 @gluon.constexpr_function
 def step_of(plan):
-    """Of the reduction, what a stage holds: 64, if the plan says nothing else."""
+    """Part of the reduction that a stage holds: 64, if the plan says nothing else."""
     return getattr(plan, "bk", 64)
 
 
@@ -48,6 +48,18 @@ def step_of(plan):
 def steps_of(plan):
     """Stages that a tile takes: of its reduction, and of a low-rank update."""
     return plan.k // 64 + (plan.rank + 63) // 64
+
+
+@gluon.jit
+def with_barriers(left, right, PLAN: gl.constexpr):
+    """A Ring of this memory, with its barriers ready."""
+    STAGES: gl.constexpr = PLAN.stages
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1 + PRODUCERS if PLAN.copied else 1)
+        mbarrier.init(empty.index(stage), count=PLAN.parts)
+    return Ring(left, right, full, empty)
 
 
 @gluon.jit
@@ -66,12 +78,7 @@ def ring_of(dtype: gl.constexpr, PLAN: gl.constexpr):
         right = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], layout)
     else:
         right = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 + PRODUCERS if PLAN.copied else 1)
-        mbarrier.init(empty.index(stage), count=PLAN.parts)
-    return Ring(left, right, full, empty)
+    return with_barriers(left, right, PLAN)
 
 
 @gluon.jit
