@@ -137,8 +137,8 @@ def _all(ptx: gl.constexpr, constraints: gl.constexpr, arguments, PURE: gl.const
 def fragment(
     words, group, own, SUMS: gl.constexpr, PLAN: gl.constexpr, IN_BYTES: gl.constexpr = False
 ):  # fmt: skip
-    """What half a step's words [64, 4, 2] stand for (mxfp4: 2 ** -LESS of it): [64, 64] in
-    bfloat16, as a left operand of sums in the layout SUMS.
+    """Values of half a step's words [64, 4, 2] (mxfp4: 2 ** -LESS of them): [64, 64] in bfloat16,
+    as a left operand of sums in the layout SUMS.
 
     `group` is the words' Groups: scales [64, 4] as they lie in memory and, if PLAN.zeros, codes for
     zero. `own` is `own_value`, or with IN_BYTES, which says that codes are looked up in pairs,
@@ -149,9 +149,8 @@ def fragment(
     by: gl.constexpr = gl.SliceLayout(2, words.type.layout)
     scale = gl.convert_layout(group.scale, by, assert_trivial=True)
     if PLAN.zeros:
-        zero = gl.expand_dims(gl.convert_layout(group.zero, by, assert_trivial=True), 2).to(
-            gl.int32
-        )
+        zero = gl.convert_layout(group.zero, by, assert_trivial=True)
+        zero = gl.expand_dims(zero, 2).to(gl.int32)
     else:
         zero = gl.to_tensor(8)
     if FORMAT == "mxfp4":

@@ -25,7 +25,7 @@ from ...compat import gluon_copy
 from ..activate import glu
 from ..tiling import place
 from .codes import LESS, ROWS, STEP, fragment, halves, own_value, words_of
-from .packed_weight import add_bias, gate_and_up, groups, is_there, of_expert
+from .packed_weight import add_bias, by_routing, gate_and_up, groups, is_there, of_expert
 
 copy = gluon_copy()
 
@@ -104,7 +104,7 @@ def _copy_step(rings, weight, first, second, rows, step, PLAN: gl.constexpr):
 
 @gluon.jit
 def _products(x, weight, table, source, first, second, rings, PLAN: gl.constexpr):
-    """Sums [rows, bm] of two blocks of an expert's weight, its rows `first` and `second`, by rows
+    """Sums [64, bm] of two blocks of an expert's weight, its rows `first` and `second`, by rows
     `source` [bm] of x."""
     BM: gl.constexpr = PLAN.bm
     AHEAD: gl.constexpr = PLAN.ahead
@@ -270,11 +270,7 @@ def gate_up_packed_kernel(
                 _store(gate, pre, row0, end, n0, INNER, PLAN.n)
                 _store(up, pre + INNER, row0, end, n0, INNER, PLAN.n)
         if PLAN.weight_on_input:
-            row = row0 + gl.arange(0, PLAN.bm, gl.SliceLayout(0, gate.type.layout))
-            slot = gl.load(row_to_slot + row, mask=row < end, other=0)
-            scale = gl.expand_dims(gl.load(slot_weight + slot).to(gl.float32), 0)
-            gate *= scale
-            up *= scale
+            gate, up = by_routing(gate, up, slot_weight, row_to_slot, row0, end)
         value, _, _ = glu(gate, up, GATE)
         if PLAN.act_in_steps:
             WIDTH: gl.constexpr = (INNER + STEP - 1) // STEP * STEP

@@ -1,4 +1,4 @@
-"""What the operands of products with weights in 4 bits and many rows come through: see
+"""Ring that operands of products with weights in 4 bits and many rows come through, for
 `packed_roles.py`.
 
 A stage is 128 of the reduction: rows of x in two halves, which both warpgroups that multiply read,
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
     """Bytes of codes of an expert."""
     scale_e: int
     steps: int
-    """Of 128."""
+    """Steps of the reduction, 128 each."""
     stride_x: int
     """Columns of x, in steps: 128 * steps."""
     whole: bool
@@ -90,6 +90,14 @@ def ring_of(dtype: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def first_column(column, ME: gl.constexpr, PLAN: gl.constexpr):
+    """First of a warpgroup's columns of the first block, in the column tile `column`. (In steps
+    they do not follow one another: the first of the places that they have then.)"""
+    WIDTH: gl.constexpr = PLAN.bn if PLAN.form == "" else 2 * ROWS
+    return column * WIDTH + ROWS * ME
+
+
+@gluon.jit
 def bring_words(operands, ring, stage, place, k, PLAN: gl.constexpr):
     """Begins to load a step of both blocks' words. With PLAN.act_in_steps they are boxes
     [1, 8, 1, 8, 16] of [E, columns / 16, 2, 8, K / 8], else [1, 64, 16] of [E, columns, K / 8];
@@ -101,11 +109,11 @@ def bring_words(operands, ring, stage, place, k, PLAN: gl.constexpr):
             box = operands.second if block else operands.first
             if PLAN.act_in_steps:
                 at = [place.expert, place.column * 8, part, 0, k // 8]
-            elif PLAN.form == "":
-                n = place.column * PLAN.bn + 2 * ROWS * block + ROWS * part
-                at = [place.expert, n, k // 8]
             else:
-                at = [place.expert, place.column * (2 * ROWS) + ROWS * part, k // 8]
+                n = first_column(place.column, part, PLAN)
+                if PLAN.form == "":  # neighbours
+                    n += 2 * ROWS * block
+                at = [place.expert, n, k // 8]
             async_load(box, at, full, as_box(to, box))
 
 
@@ -133,11 +141,6 @@ def _find(operands, turn, place, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _no_update(update, ring, stage, turn, place, r, PARTS: gl.constexpr, PLAN: gl.constexpr):
-    """There is none."""
-
-
-@gluon.jit
 def bring_tiles(operands, tiles, ring, turns, PLAN: gl.constexpr):
     """Fills the ring, a tile after the other."""
-    produce(operands, operands, tiles, ring, turns, _find, _bring, _no_update, PLAN)
+    produce(operands, None, tiles, ring, turns, _find, _bring, None, PLAN)

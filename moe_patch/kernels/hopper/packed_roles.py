@@ -31,8 +31,8 @@ from ..activate import glu
 from .codes import LESS, ROWS, fragment, halves, own_value, words_of
 from .gather import tokens_of
 from .lookup import fill_table, own_bank
-from .packed_ring import Operands, bring_tiles, ring_of
-from .packed_weight import add_bias, gate_and_up, groups, of_expert
+from .packed_ring import Operands, bring_tiles, first_column, ring_of
+from .packed_weight import add_bias, by_routing, gate_and_up, groups, of_expert
 from .stores import in_halves, staged_for, store_box
 from .turns import Place, forget, posted, tiles_of, turns_of
 
@@ -74,10 +74,8 @@ def _column(i, column, ME: gl.constexpr, PLAN: gl.constexpr):
     """Columns of a block that a warpgroup's rows i are, in the column tile `column`."""
     if PLAN.act_in_steps:
         return column * (2 * ROWS) + i // 8 * 16 + 8 * ME + i % 8
-    elif PLAN.form == "":
-        return column * PLAN.bn + ROWS * ME + i
     else:
-        return column * (2 * ROWS) + ROWS * ME + i
+        return first_column(column, ME, PLAN) + i
 
 
 @gluon.jit
@@ -162,7 +160,7 @@ def _part(
     sums, result, place,
     PART: gl.constexpr, BLOCK: gl.constexpr, ME: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Of a block's sums [64, BM] those of 64 rows of x, with their bias. (With all of them at once,
+    """Sums of 64 rows of x, of a block's [64, BM], with their bias. (With all of them at once,
     `ptxas` found too few registers, as in `_products`.)"""
     if sums.shape[1] > 64:
         both = in_halves(sums)
@@ -178,7 +176,7 @@ def _part(
 @gluon.jit
 def _write_rows(left, right, result, place, ME: gl.constexpr, PLAN: gl.constexpr):
     """Writes the transpose of sums [64, BM] of both blocks to out."""
-    n0 = place.column * PLAN.bn + ROWS * ME
+    n0 = first_column(place.column, ME, PLAN)
     for part in gl.static_range(left.shape[1] // 64):
         row = place.first + 64 * part
         if row < place.end:
@@ -236,17 +234,13 @@ def _write_act(
             if PLAN.save_pre:
                 _keep(gate, up, result, row, end, column, ME, PLAN)
             if PLAN.weight_on_input:
-                rows = row + gl.arange(0, 64, gl.SliceLayout(0, gate.type.layout))
-                slot = gl.load(result.row_to_slot + rows, mask=rows < end, other=0)
-                scale = gl.expand_dims(gl.load(result.slot_weight + slot).to(gl.float32), 0)
-                gate *= scale
-                up *= scale
+                gate, up = by_routing(gate, up, result.slot_weight, result.row_to_slot, row, end)
             value, _, _ = glu(gate, up, GATE)
             if PLAN.act_in_steps:
                 value = _in_steps(value, column, PLAN.n // 2, ME, PLAN)
             else:
                 value = value.permute((1, 0))
-            n0 = column * (2 * ROWS) + ROWS * ME
+            n0 = first_column(column, ME, PLAN)
             store_box(value, result.out, result.staged, row, end, n0, ME, part)
 
 
@@ -292,12 +286,10 @@ def _consume(
 
 @gluon.jit
 def _share(
-    operands, weights, result, taken, order, PLAN: gl.constexpr, GATE: gl.constexpr
+    operands, weights, result, tiles, taken, PLAN: gl.constexpr, GATE: gl.constexpr
 ):  # fmt: skip
     """Has a program's warpgroups do its share of all tiles."""
-    dtype: gl.constexpr = result.staged.dtype
-    tiles = tiles_of(order[0], order[1], order[2], order[3], PLAN)
-    ring, turns = ring_of(dtype, PLAN), turns_of(taken, PLAN)
+    ring, turns = ring_of(result.staged.dtype, PLAN), turns_of(taken, PLAN)
     if PLAN.pairs:
         fill_table(weights.table)
         barrier()
@@ -320,10 +312,10 @@ def gemm_packed_roles_kernel(
     """out [S, n] = x W^T + bias, in expert order. x [S, 128 * steps], in steps, and out as boxes of
     rows, [128, 64] and [64, 64]; `words` as boxes, see `bring_words`, of `w`; `taken` is an
     order's."""
-    operands = Operands(x, words, words, row_to_slot, row_to_slot)
-    result = Result(out, out, bias, out, row_to_slot, staged_for(out.dtype, PLAN))
-    order = expert_offsets, tile_expert, tile_row, num_tiles
-    _share(operands, Weights(w, scales, zeros, table), result, taken, order, PLAN, None)
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
+    operands = Operands(x, words, words, None, None)
+    result = Result(out, None, bias, None, row_to_slot, staged_for(out.dtype, PLAN))
+    _share(operands, Weights(w, scales, zeros, table), result, tiles, taken, PLAN, None)
 
 
 @gluon.jit
@@ -334,7 +326,7 @@ def gate_up_packed_roles_kernel(
 ):  # fmt: skip
     """act [S, n / 2], or in steps, as boxes of rows, [64, 64], and with PLAN.save_pre also pre
     [S, n], of x [T, 128 * steps], in steps; the others as of the gemm."""
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     operands = Operands(x, gates, ups, row_to_slot, tokens_of(PLAN))
     result = Result(act, pre, bias, slot_weight, row_to_slot, staged_for(act.dtype, PLAN))
-    order = expert_offsets, tile_expert, tile_row, num_tiles
-    _share(operands, Weights(w, scales, zeros, table), result, taken, order, PLAN, GATE)
+    _share(operands, Weights(w, scales, zeros, table), result, tiles, taken, PLAN, GATE)

@@ -1,4 +1,5 @@
-"""An expert's weight in 4 bits inside a kernel: its pointers, the scales of a step, its bias.
+"""An expert's weight in 4 bits inside a kernel: its pointers, the scales of a step, and what sums
+by it take: a bias, routing weights.
 
 A PLAN has the sizes `n` and `k` of the weight, `group`, `zeros`, its `steps` and whether they and
 tiles are `whole`; of a gate and its up also their `form`.
@@ -23,7 +24,7 @@ class Weight(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """What a thread's words of one row share: scales [64, 4], and zeros or anything."""
+    """Scales [64, 4] that a thread's words of one row share, and zeros or anything."""
 
     scale: Any
     zero: Any
@@ -38,7 +39,7 @@ def is_there(row, k, PLAN: gl.constexpr):
 
 @gluon.jit
 def groups(weight, row, step, PLAN: gl.constexpr):
-    """Of a step of rows `row` of an expert's weight; zero past its end."""
+    """Groups of a step of rows `row` of an expert's weight; zero past its end."""
     k = gl.minimum(step, PLAN.steps - 1) * STEP
     q = gl.arange(0, 4, gl.SliceLayout(0, row.type.layout.parent))
     at = gl.expand_dims(row * (PLAN.k // PLAN.group), 1)
@@ -79,3 +80,13 @@ def add_bias(sums, bias, expert, row, PLAN: gl.constexpr):
     """Sums [64, rows of x] plus the bias of the weight's rows `row` [64]."""
     value = gl.load(bias + expert.to(gl.int64) * PLAN.n + row, mask=row < PLAN.n, other=0.0)
     return sums + gl.expand_dims(value.to(gl.float32), 1)
+
+
+@gluon.jit
+def by_routing(gate, up, slot_weight, row_to_slot, first, end):
+    """Sums [64, rows of x] of a gate and its up, times the routing weights of rows `first` ... up
+    to `end`."""
+    row = first + gl.arange(0, gate.shape[1], gl.SliceLayout(0, gate.type.layout))
+    slot = gl.load(row_to_slot + row, mask=row < end, other=0)
+    scale = gl.expand_dims(gl.load(slot_weight + slot).to(gl.float32), 0)
+    return gate * scale, up * scale

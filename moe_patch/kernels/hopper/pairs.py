@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from ..activate import glu
 from ..tiling import place
 from .lookup import fill_table, own_bank
+from .packed_weight import add_bias, by_routing
 from .pairs_ring import ROWS, Operands, Tile, Tiles, Turn, bring, ring_of
 from .pairs_sums import products
 
@@ -82,8 +83,7 @@ def _in_steps(value, column, END: gl.constexpr):
 def _add_bias(sums, bias, tile, BLOCK: gl.constexpr, PLAN: gl.constexpr):
     """sums [64, bm] of a block plus the bias of its rows."""
     row = tile.n0 + BLOCK * PLAN.second + gl.arange(0, ROWS, gl.SliceLayout(1, sums.type.layout))
-    at = bias + tile.expert.to(gl.int64) * PLAN.n + row
-    return sums + gl.expand_dims(gl.load(at, mask=row < PLAN.n, other=0.0).to(gl.float32), 1)
+    return add_bias(sums, bias, tile.expert, row, PLAN)
 
 
 @gluon.jit
@@ -104,11 +104,7 @@ def _write_act(gate, up, tile, order, ring, result, PLAN: gl.constexpr, GATE: gl
         _store(gate.permute((1, 0)), ring, result.pre, row0, end, n0, INNER, PLAN.n, 0)
         _store(up.permute((1, 0)), ring, result.pre + INNER, row0, end, n0, INNER, PLAN.n, 1)
     if PLAN.weight_on_input:
-        row = row0 + gl.arange(0, PLAN.bm, gl.SliceLayout(0, gate.type.layout))
-        slot = gl.load(order.row_to_slot + row, mask=row < end, other=0)
-        scale = gl.expand_dims(gl.load(result.slot_weight + slot).to(gl.float32), 0)
-        gate *= scale
-        up *= scale
+        gate, up = by_routing(gate, up, result.slot_weight, order.row_to_slot, row0, end)
     value, _, _ = glu(gate, up, GATE)
     if PLAN.act_in_steps:
         value = _in_steps(value, n0, INNER)
