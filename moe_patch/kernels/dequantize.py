@@ -135,10 +135,11 @@ def widens(
     if rows < ROWS:
         return False
     if isinstance(weight, Packed):
-        in_registers = not backward and low_rank is None
-        if not in_registers or not packed_products.supported(weight, order, dtype):
-            return True
-        return rows >= (ROWS_COMPUTED if weight.format in COMPUTED else ROWS_LOOKED_UP)
+        in_registers = (
+            not backward and low_rank is None and packed_products.supported(weight, order, dtype)
+        )
+        later = ROWS_COMPUTED if weight.format in COMPUTED else ROWS_LOOKED_UP
+        return not in_registers or rows >= later
     return scale is not None and weight.is_contiguous() and low_rank is None and backward
 
 
