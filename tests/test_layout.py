@@ -40,7 +40,7 @@ FLOORS = tuple(
         kernels.hopper.packed_weight kernels.hopper.packed
         kernels.hopper.packed_ring kernels.hopper.packed_roles
         kernels.hopper.pairs_ring kernels.hopper.pairs_sums kernels.hopper.pairs
-        kernels.pairs kernels.packed_roles kernels.packed_products
+        kernels.pairs kernels.packed_weight kernels.packed_roles kernels.packed_products
         kernels.dequantize
         kernels.grouped_gemm kernels.gate_up kernels.dgate kernels.decode_packed kernels.decode
         kernels.dw

@@ -11,12 +11,11 @@ from ..activation import parse
 from ..compat import has_gluon
 from ..formats.packed import Packed
 from ..order import ExpertOrder
-from . import chips, packed, packed_roles, pairs
+from . import chips, packed_roles, packed_weight, pairs
 from .activate import Activated, gate_of
 from .in_steps import STEP, Steps, in_steps
 from .launch import Launch, cdiv
 from .tiles import INTERPRET
-from .widen import readable
 
 ROWS = 64
 """Rows of the weight in one of a tile's two blocks."""
@@ -67,19 +66,9 @@ def _gate_up(activation: str, **sizes: object) -> Launch:
 
 
 def _sizes(weight: Packed, order: ExpertOrder, columns: int) -> dict[str, object]:
-    """What both kernels' plans share; `columns` of both blocks are covered by tiles."""
-    _, n, k = weight.shape
-    return {
-        "n": n, "k": k, "steps": cdiv(k, STEP), "bm": order.block_m, "ahead": AHEAD[order.block_m],
-        "format": weight.format, "group": weight.group, "zeros": weight.zeros is not None,
-        "weight_e": n * k // 2, "scale_e": n * k // weight.group,
-        "whole": k % STEP == 0 and n == columns and n % (2 * ROWS) == 0,
-    }  # fmt: skip
-
-
-def _operand(weight: Packed) -> tuple[Tensor | None, ...]:
-    """(codes, scales, zeros, table), as the kernels take them."""
-    return weight.codes, readable(weight.scales), weight.zeros, packed.values(weight)
+    """What both kernels' plans share; `columns` of the weight are covered by tiles."""
+    height = order.block_m
+    return {**packed_weight.sizes(weight, columns), "bm": height, "ahead": AHEAD[height]}
 
 
 def gemm(
@@ -99,14 +88,14 @@ def gemm(
     if packed_roles.supported(weight, order):
         packed_roles.gemm(x, weight, order, out, bias, ordered)
         return
-    n = weight.shape[1]
-    sizes = _sizes(weight, order, n)
+    columns = cdiv(weight.shape[1], 2 * ROWS)
     start = _gemm(
-        **sizes, form="", top_k=0, weight_on_input=False, save_pre=False, act_in_steps=False
-    )
+        **_sizes(weight, order, 2 * ROWS * columns),
+        form="", top_k=0, weight_on_input=False, save_pre=False, act_in_steps=False,
+    )  # fmt: skip
     start(
-        (order.tile_expert.numel() * cdiv(n, 2 * ROWS),),
-        x if ordered else in_steps(x, steps), *_operand(weight), bias, out,
+        (order.tile_expert.numel() * columns,),
+        x if ordered else in_steps(x, steps), *packed_weight.operand(weight), bias, out,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
 
@@ -121,16 +110,16 @@ def gate_up(x: Tensor, weight: Packed, order: ExpertOrder, result: Activated) ->
     if packed_roles.supported(weight, order):
         packed_roles.gate_up(x, weight, order, result)
         return
-    columns = result.act.shape[1]
+    columns = cdiv(result.act.shape[1], ROWS)
     start = _gate_up(
-        activation=result.activation, **_sizes(weight, order, 2 * columns),
+        activation=result.activation, **_sizes(weight, order, 2 * ROWS * columns),
         form=parse(result.activation).form, top_k=order.row_to_slot.numel() // len(x),
         weight_on_input=result.weight_on_input, save_pre=result.pre.numel() > 0,
         act_in_steps=result.in_steps,
     )  # fmt: skip
     start(
-        (order.tile_expert.numel() * cdiv(columns, ROWS),),
-        in_steps(x, steps), *_operand(weight),
+        (order.tile_expert.numel() * columns,),
+        in_steps(x, steps), *packed_weight.operand(weight),
         result.bias, result.slot_weight, result.act, result.pre,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

@@ -12,12 +12,11 @@ from torch import Tensor
 from ..activation import parse
 from ..formats.packed import Packed
 from ..order import ExpertOrder
-from . import chips, packed
+from . import chips, packed, packed_weight
 from .activate import Activated, gate_of
 from .boxes import gluon_box, rows_box
 from .in_steps import STEP, Steps, in_steps
 from .launch import Launch, cdiv
-from .widen import readable
 
 ROWS = 64
 """Rows of the weight that a warpgroup has of one of a tile's two blocks."""
@@ -57,22 +56,16 @@ def _gate_up(activation: str, **sizes: Any) -> Launch:
 
 def _sizes(weight: Packed, order: ExpertOrder, columns: int) -> dict[str, Any]:
     """What both kernels' plans share; `columns` of the weight are covered by tiles."""
-    _, n, k = weight.shape
-    steps = cdiv(k, STEP)
+    found = packed_weight.sizes(weight, columns)
     return {
-        "n": n, "k": k, "steps": steps, "stride_x": steps * STEP,
-        "group_m": 16, "listed": order.block_m,
-        "format": weight.format, "group": weight.group, "zeros": weight.zeros is not None,
-        "weight_e": n * k // 2, "scale_e": n * k // weight.group,
-        "pairs": _in_bytes(weight), "whole": k % STEP == 0 and n == columns,
+        **found, "stride_x": found["steps"] * STEP, "group_m": 16, "listed": order.block_m,
+        "pairs": _in_bytes(weight),
         "stages": 3 if _in_bytes(weight) else 4,  # of 48 KB; the table takes 32
     }  # fmt: skip
 
 
 def _operand(weight: Packed) -> tuple[Tensor | None, ...]:
-    """(codes, scales, zeros, table), as the kernels take them."""
-    table = packed.pairs_of_codes if _in_bytes(weight) else packed.values
-    return weight.codes, readable(weight.scales), weight.zeros, table(weight)
+    return packed_weight.operand(weight, _in_bytes(weight))
 
 
 def _tiles(order: ExpertOrder) -> tuple[Tensor, ...]:
