@@ -115,6 +115,25 @@ def test_gate_up(seed):
     assert close(act[: len(slot)], reference.glu(truth, activation))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_short_tiles_of_one_program(monkeypatch, seed):
+    """A box that is on its way to memory is not written to, though each tile has one alone; past
+    the last column an activation in steps is zero, whatever it makes of zeros."""
+    monkeypatch.setattr(chips, "multiprocessors", lambda device: 1)
+    torch.manual_seed(seed)
+    order, _ = sort(torch.arange(4).repeat(20)[:, None], 4, torch.bfloat16, 64)
+    weight = quantize(torch.randn(4, 2 * 304, 256).bfloat16() * 0.1, *HOWS[seed][:1])
+    x, by = torch.randn(80, 256).bfloat16(), torch.rand(80, 1).bfloat16()
+    how = {"weight_on_input": False, "activation": "silu 7.0 1.702 1.0 concatenated"}
+    with on_cpu(seed) as names:
+        act, _ = gate_up.gate_up(x, weight, order, by, save_pre=False, **how)
+        stepped, _ = gate_up.gate_up(x, weight, order, by, save_pre=False, act_in_steps=True, **how)
+    assert names == ["gate_up_packed_roles_kernel"] * 2
+    slot, expert = order.row_to_slot.long(), torch.arange(4).repeat_interleave(20)
+    assert close(act, reference.glu(product(x[slot], weight, expert), how["activation"]))
+    assert torch.equal(stepped, in_steps(act, packed_products.steps_of(weight, order)))
+
+
 @pytest.mark.parametrize("tokens", [50, 300])
 @pytest.mark.parametrize("how", range(len(HOWS)))
 def test_experts(monkeypatch, how, tokens):
