@@ -103,7 +103,8 @@ def gluon_box(
     plain = _described(pointer, dtype, shape, strides, block)
     swizzled = min(128, block[-1] * dtype.itemsize)
     layout = NVMMASharedLayout(swizzled, 8 * dtype.itemsize, len(block))
-    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
+    found = TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
+    return _of_kind(found, dtype, block)
 
 
 def weight_box(weight: Tensor, columns: int, reduction: int) -> Any:
@@ -166,6 +167,13 @@ def _described(
     strides: tuple[int, ...],
     block: tuple[int, ...],
 ) -> Any:
-    return compat.tensor_descriptor()(
+    found = compat.tensor_descriptor()(
         _Memory(pointer, dtype), list(shape), list(strides), list(block)
     )
+    return _of_kind(found, dtype, block)
+
+
+def _of_kind(descriptor: Any, dtype: torch.dtype, block: tuple[int, ...]) -> Any:
+    """The descriptor, saying what a kernel is compiled for, as `Launch` asks."""
+    descriptor.kind = dtype, block
+    return descriptor

@@ -1,9 +1,10 @@
 """Starts a kernel without Triton's argument binder, which costs more than a decode step's kernels.
 
 The first launch of a kind goes through Triton, which compiles; the next ones find the binary by
-the arguments' dtypes and call the C function behind Triton's launcher. The dtypes are all that a
-binary depends on besides its constants: strides are among them, counts are not specialised, and
-unaligned pointers always take Triton's own way.
+what the arguments are and call the C function behind Triton's launcher. Tensors' dtypes,
+descriptors' dtypes and boxes, and which arguments are None: besides its constants, a binary depends
+on nothing else. Strides are among these, counts are not specialised, and unaligned pointers always
+take Triton's own way.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Launch:
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """kernel[grid](*args, **constants) on the current device and stream.
 
-        `args` are tensors, descriptors, None and non-negative counts marked do_not_specialize.
+        `args` are tensors, descriptors of `boxes`, None and non-negative counts marked
+        do_not_specialize.
         """
         if not _THREAD.ready:
             compat.bind_thread()
@@ -68,6 +70,8 @@ class Launch:
                 bits |= arg
             elif isinstance(arg, int):
                 bits |= arg >> 31  # i64
+            else:
+                kind.append(None if arg is None else arg.kind)
             values.append(arg)
         key = tuple(kind)
         binary = self._binaries.get(key)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ops import assert_close, in_double, moe
+from ops import assert_close, gradients, in_double, moe
 from triton.runtime.jit import JITFunction
 
 from moe_patch import reference
@@ -65,19 +65,27 @@ def by_triton(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 50])
-def test_the_same_bits_as_by_triton(device, by_triton, monkeypatch, tokens):
+@pytest.mark.parametrize("size", [(1, 128, 64, 8, 2), (50, 128, 64, 8, 2), (1100, 256, 384, 2, 1)])
+def test_the_same_bits_as_by_triton(device, by_triton, monkeypatch, size):
+    """Of two dtypes in turns: a binary is one's alone, even if all its operands are descriptors."""
+    grad = size[0] > 1
+
+    def answers():
+        out = fused_experts(**arguments)
+        return (out.detach(), *(gradients(out, out.detach(), *arguments.values()) if grad else ()))
+
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
-        arguments = moe(device, dtype, tokens, 128, 64, 8, 2, grad=False)
-        ours = [fused_experts(**arguments) for _ in range(2)]
+        arguments = moe(device, dtype, *size, grad=grad)
+        ours = [answers() for _ in range(2)]
         by_triton.clear()
-        ours.append(fused_experts(**arguments))
+        ours.append(answers())
         assert not by_triton  # known by now
         monkeypatch.setattr(launcher, "DIRECT", False)
-        expected = fused_experts(**arguments)
+        expected = answers()
         monkeypatch.setattr(launcher, "DIRECT", True)
         assert by_triton
-        assert all(torch.equal(each, expected) for each in ours)
+        for each in ours:
+            assert all(torch.equal(one, other) for one, other in zip(each, expected, strict=True))
 
 
 @pytest.mark.gpu

@@ -114,13 +114,19 @@ start = launch.Launch.__call__
 
 
 def compare() -> None:
-    """Every kernel, with and without descriptors."""
+    """Every kernel, with and without descriptors, and of two dtypes one after the other."""
     launch.Launch.__call__ = both_ways
-    for tokens, transposed in ((1100, False), (90, True), (1, False)):
-        arguments = moe("cpu", torch.bfloat16, tokens, 128, 64, 2, 1, transposed=transposed)
+    bf16, half = torch.bfloat16, torch.float16
+    many, few = (256, 384), (128, 64)  # with and without kernels in hopper/
+    runs = (
+        (1100, many, bf16, False), (1100, many, half, False), (90, few, bf16, True),
+        (1, few, bf16, False),
+    )  # fmt: skip
+    for tokens, (hidden, inner), dtype, transposed in runs:
+        arguments = moe("cpu", dtype, tokens, hidden, inner, 2, 1, transposed=transposed)
         x, gate_up, down, index, weights = (t.detach() for t in arguments.values())
-        factors = ((8, 128), (128, 8), (8, 64), (128, 8))
-        factors = [torch.zeros(2, *size).bfloat16() for size in factors]
+        factors = ((8, hidden), (2 * inner, 8), (8, inner), (hidden, 8))
+        factors = [torch.zeros(2, *size, dtype=dtype) for size in factors]
         for low in ([None] * 4, factors):
             up, low_down = Projection(gate_up, None, *low[:2]), Projection(down, None, *low[2:])
             inputs = Inputs(x, weights, up, low_down).flat()
@@ -132,12 +138,12 @@ def compare() -> None:
             need = [each is not None for each in inputs]
             experts._experts_backward(*inputs, *options, *made, out, need)
         if not transposed:
-            scaled = in_fp8(moe("cpu", torch.bfloat16, tokens, 128, 128, 2, 1))
+            scaled = in_fp8(moe("cpu", dtype, tokens, hidden, 2 * inner, 2, 1))
             experts.fused_experts(**scaled).sum().backward()
             with torch.no_grad():
                 experts.fused_experts(**scaled)
             for format in ("nf4", "int4"):  # looked up, and with zero points
-                plain = moe("cpu", torch.bfloat16, tokens, 128, 64, 2, 1)
+                plain = moe("cpu", dtype, tokens, hidden, inner, 2, 1)
                 packed = in_4_bits(plain, format, group=32, zeros=format == "int4")
                 experts.fused_experts(**packed).sum().backward()
                 with torch.no_grad():
