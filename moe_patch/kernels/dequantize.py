@@ -135,9 +135,7 @@ def widens(
     if rows < ROWS:
         return False
     if isinstance(weight, Packed):
-        in_registers = (
-            not backward and low_rank is None and packed_products.supported(weight, order, dtype)
-        )
+        in_registers = not backward and packed_products.supported(weight, order, dtype, low_rank)
         later = ROWS_COMPUTED if weight.format in COMPUTED else ROWS_LOOKED_UP
         return not in_registers or rows >= later
     return scale is not None and weight.is_contiguous() and low_rank is None and backward

@@ -242,9 +242,11 @@ def gate_up(
         return act, pre
     result = Activated(act, pre, bias, slot_weight, weight_on_input, activation, act_in_steps)
     dtype, device = x.dtype, x.device
-    if isinstance(weight, Packed) and low_rank is None and form != "ungated":
-        if packed_products.supported(weight, order, dtype):
-            packed_products.gate_up(x, weight, order, result)
+    if isinstance(weight, Packed) and form != "ungated":
+        if packed_products.supported(weight, order, dtype, low_rank):
+            if low_rank:
+                multiply_a(x, low_rank, order, slots // len(x))
+            packed_products.gate_up(x, weight, order, result, low_rank)
             return act, pre
     name = "gemm" if form == "ungated" else "gate_up"
     if low_rank:

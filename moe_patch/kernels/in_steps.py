@@ -14,6 +14,8 @@ from .launch import cdiv, launches
 
 STEP = 128
 """Columns of a step."""
+LESS = 30
+"""Kernels in hopper/ compute 2 ** -30 of mxfp4's values, see `hopper/codes.py`."""
 GROUP = STEP // 2
 """Columns that a product of wgmma takes in `hopper/pairs.py`."""
 Steps = Literal["halves", "bytes", "words"]

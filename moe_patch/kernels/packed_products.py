@@ -15,6 +15,7 @@ from . import chips, packed_roles, packed_weight, pairs
 from .activate import Activated, gate_of
 from .in_steps import STEP, Steps, in_steps
 from .launch import Launch, cdiv
+from .low_rank import LowRank
 from .tiles import INTERPRET
 
 ROWS = 64
@@ -28,8 +29,10 @@ def _runs_on(device: torch.device) -> bool:
     return not INTERPRET and chips.chip(device).wgmma and has_gluon()
 
 
-def supported(weight: Packed, order: ExpertOrder, dtype: torch.dtype) -> bool:
-    """Whether rows of `dtype` in this order are multiplied here.
+def supported(
+    weight: Packed, order: ExpertOrder, dtype: torch.dtype, update: LowRank | None = None
+) -> bool:
+    """Whether rows of `dtype` in this order are multiplied here, with that update.
 
     A single step is left to the other kernels: without its loop Triton does not compile a product.
     """
@@ -39,7 +42,11 @@ def supported(weight: Packed, order: ExpertOrder, dtype: torch.dtype) -> bool:
         return False
     whole = weight.codes.is_contiguous() and weight.scales.is_contiguous()
     aligned = not weight.codes.data_ptr() % 16 and not weight.shape[2] % 32
-    return whole and aligned and (order.block_m in AHEAD or packed_roles.supported(weight, order))
+    if not whole or not aligned:
+        return False
+    if packed_roles.supported(weight, order):
+        return update is None or packed_roles.takes(update)
+    return order.block_m in AHEAD and update is None
 
 
 def steps_of(weight: Packed, order: ExpertOrder, activation: str | None = None) -> Steps:
@@ -78,15 +85,16 @@ def gemm(
     out: Tensor,
     bias: Tensor | None,
     ordered: bool,
+    update: LowRank | None = None,
 ) -> None:
     """grouped_gemm of rows in expert order, x [S, K], into out [S, N]. `ordered`: x is `in_steps`
-    already."""
+    already. The `side` of an update is written before."""
     steps = steps_of(weight, order)
     if steps == "words":
         pairs.gemm(x, weight, order, out, bias, ordered)
         return
     if packed_roles.supported(weight, order):
-        packed_roles.gemm(x, weight, order, out, bias, ordered)
+        packed_roles.gemm(x, weight, order, out, bias, ordered, update)
         return
     columns = cdiv(weight.shape[1], 2 * ROWS)
     start = _gemm(
@@ -100,7 +108,9 @@ def gemm(
     )  # fmt: skip
 
 
-def gate_up(x: Tensor, weight: Packed, order: ExpertOrder, result: Activated) -> None:
+def gate_up(
+    x: Tensor, weight: Packed, order: ExpertOrder, result: Activated, update: LowRank | None = None
+) -> None:
     """gate_up of x [T, K] into act [S, I], or, in steps, [S, width(I)], and, unless it is empty,
     pre [S, 2I]."""
     steps = steps_of(weight, order, result.activation)
@@ -108,7 +118,7 @@ def gate_up(x: Tensor, weight: Packed, order: ExpertOrder, result: Activated) ->
         pairs.gate_up(x, weight, order, result)
         return
     if packed_roles.supported(weight, order):
-        packed_roles.gate_up(x, weight, order, result)
+        packed_roles.gate_up(x, weight, order, result, update)
         return
     columns = cdiv(result.act.shape[1], ROWS)
     start = _gate_up(

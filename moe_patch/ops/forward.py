@@ -92,7 +92,8 @@ def _sorted(
     second = None if down.a is None else update(x, order, down.a, down.b)
 
     packed = isinstance(gate_up.weight, Packed) and isinstance(down.weight, Packed)
-    in_steps = packed and _by_registers(gate_up, down, order, x.dtype, activation)
+    both = (gate_up.weight, first), (down.weight, second)
+    in_steps = packed and _by_registers(*both, order, x.dtype, activation)
     made = None
     for part in kernels.dequantize.few_at_a_time(
         gate_up.weight, gate_up.scale, order, x.dtype, first, gate_up.bias, backward=False
@@ -119,19 +120,23 @@ def _sorted(
 
 
 def _by_registers(
-    gate_up: Projection, down: Projection, order: ExpertOrder, dtype: torch.dtype, activation: str
+    gate_up: tuple[Packed, LowRank | None],
+    down: tuple[Packed, LowRank | None],
+    order: ExpertOrder,
+    dtype: torch.dtype,
+    activation: str,
 ) -> bool:
-    """Whether `packed_products` compute both, with act in the order in which they read it; both
-    weights are Packed."""
-    if gate_up.a is not None or down.a is not None or parse(activation).form == "ungated":
+    """Whether `packed_products` compute both, with act in the order in which they read it; each is
+    a weight and its update."""
+    if parse(activation).form == "ungated":
         return False
-    for weight in (gate_up.weight, down.weight):
-        if not kernels.packed_products.supported(weight, order, dtype):
+    for weight, low_rank in (gate_up, down):
+        if not kernels.packed_products.supported(weight, order, dtype, low_rank):
             return False
-        if kernels.dequantize.widens(weight, None, order, dtype, None, backward=False):
+        if kernels.dequantize.widens(weight, None, order, dtype, low_rank, backward=False):
             return False
     steps_of = kernels.packed_products.steps_of
-    return steps_of(gate_up.weight, order, activation) == steps_of(down.weight, order)
+    return steps_of(gate_up[0], order, activation) == steps_of(down[0], order)
 
 
 def _multiplies_fp8(

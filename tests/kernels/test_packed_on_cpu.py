@@ -14,6 +14,7 @@ from moe_patch import reference
 from moe_patch.formats.packed import dequantize, quantize
 from moe_patch.kernels import chips, gate_up, grouped_gemm, packed_products, pairs, tiles
 from moe_patch.kernels.in_steps import in_steps
+from moe_patch.kernels.low_rank import LowRank
 from moe_patch.ops.experts import fused_experts
 from moe_patch.ops.grouped import sort
 
@@ -28,6 +29,7 @@ HOWS = (
     ("int4", {"group": 64, "scale_dtype": torch.float16, "zeros": True}),
     ("int4", {"scale_dtype": torch.float32}),
 )
+ACTIVATIONS = "silu", "silu 7.0 1.702 1.0 interleaved"
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(chips, "multiprocessors", lambda device: 3)
 
 
-def drawn(seed):
+def drawn(seed, heights=(16, 32, 64, 128)):
     """(draw, order, x [T, K], weights [E, N, K] dense and packed, slots' rows and experts)."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -48,7 +50,7 @@ def drawn(seed):
         index, experts = torch.tensor(draw.sample(range(9), experts))[index], 9
     if draw.random() < 0.4:
         index[torch.rand(tokens, top_k) < 0.2] = experts  # dropped
-    order, _ = sort(index, experts, torch.bfloat16, draw.choice((16, 32, 64, 128)))
+    order, _ = sort(index, experts, torch.bfloat16, draw.choice(heights))
     used = int(order.expert_offsets[-1])
     slot = order.row_to_slot[:used].long()
     group = options.get("group", {"nf4": 64, "mxfp4": 32, "int4": 128}[format])
@@ -94,7 +96,7 @@ def test_gate_up(seed):
     draw, order, x, weight, slot, expert = drawn(100 + seed)
     tokens, top_k = len(x), len(order.row_to_slot) // len(x)
     bias = draw.choice((None, torch.randn(len(weight), weight.shape[1]).bfloat16()))
-    activation = draw.choice(("silu", "silu 7.0 1.702 1.0 interleaved"))
+    activation = draw.choice(ACTIVATIONS)
     by, on_input = torch.rand(tokens, top_k).bfloat16(), draw.random() < 0.3
     how = {"weight_on_input": on_input, "bias": bias, "activation": activation}
     with on_cpu(seed) as names:
@@ -132,6 +134,42 @@ def test_short_tiles_of_one_program(monkeypatch, seed):
     slot, expert = order.row_to_slot.long(), torch.arange(4).repeat_interleave(20)
     assert close(act, reference.glu(product(x[slot], weight, expert), how["activation"]))
     assert torch.equal(stepped, in_steps(act, packed_products.steps_of(weight, order)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_updates(monkeypatch, seed):
+    """The small product, which is another kernel's, has been computed before."""
+    draw, order, x, weight, slot, expert = drawn(200 + seed, (64, 128))
+    monkeypatch.setattr(gate_up, "multiply_a", lambda *_: None)
+    monkeypatch.setattr(grouped_gemm, "multiply_a", lambda *_: None)
+    (experts, n, k), rank = weight.shape, draw.choice((8, 16, 64, 72, 136))
+    slots, top_k = len(order.row_to_slot), len(order.row_to_slot) // len(x)
+    side, begin = torch.randn(slots, rank).bfloat16(), draw.choice((0, 0, 1))
+    b = (torch.randn(experts * n * rank + 1).bfloat16() * 0.1)[begin:][: experts * n * rank]
+    b = b.view(experts, n, rank)  # perhaps between 16 bytes
+    update = LowRank(torch.zeros(experts, rank, k).bfloat16(), b, side)
+    bias = draw.choice((None, torch.randn(experts, n).bfloat16()))
+    rows = torch.randn(slots, k).bfloat16()
+    out = torch.full((slots, n), 7.0, dtype=torch.bfloat16)
+    by, activation = torch.rand(len(x), top_k).bfloat16(), draw.choice(ACTIVATIONS)
+    how = {"weight_on_input": False, "bias": bias, "activation": activation, "low_rank": update}
+    with on_cpu(seed) as names:
+        grouped_gemm.grouped_gemm(rows, weight, order, out=out, bias=bias, low_rank=update)
+        act, pre = gate_up.gate_up(x, weight, order, by, save_pre=True, **how)
+        both, kept = gate_up.gate_up(x, weight, order, by, save_pre=True, act_in_steps=True, **how)
+    assert [name.partition("_packed")[2] for name in names] == ["_roles_kernel"] * 3
+    used = slice(len(slot))
+    added = torch.zeros(len(slot), n, dtype=torch.float64)
+    for e in range(experts):
+        added[expert == e] = side[used][expert == e].double() @ b[e].double().T
+    if bias is not None:
+        added += bias.double()[expert]
+    assert close(out[used], product(rows[used], weight, expert) + added)
+    truth = product(x[slot // top_k], weight, expert) + added
+    assert close(pre[used], truth) and torch.equal(kept[used], pre[used])
+    assert close(act[used], reference.glu(truth, activation))
+    steps = packed_products.steps_of(weight, order, activation)
+    assert torch.equal(both[used], in_steps(act, steps)[used])
 
 
 @pytest.mark.parametrize("tokens", [50, 300])

@@ -10,6 +10,7 @@ import torch
 from moe_patch.formats.packed import Packed, dequantize, quantize
 from moe_patch.kernels import chips, gate_up, grouped_gemm, packed, packed_products
 from moe_patch.kernels.in_steps import in_steps, width
+from moe_patch.kernels.low_rank import LowRank
 from moe_patch.ops.grouped import sort
 
 HOWS = (
@@ -188,6 +189,45 @@ def test_gate_up(hopper, elsewhere, how, rows):
         stepped, kept = product(save_pre, act_in_steps=True)
         assert torch.equal(stepped[:used], in_order(act[:used], steps))
         assert not save_pre or torch.equal(kept[:used], pre[:used])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [60, 300])
+@pytest.mark.parametrize("how", range(len(HOWS)))
+def test_updates(hopper, elsewhere, how, rows):
+    """Low-rank ones, in both products, of rows as they are and in steps."""
+    draw = random.Random(2000 + 10 * how + rows)
+    torch.manual_seed(draw.randrange(1 << 30))
+    format, options = HOWS[how]
+    order, tokens, top_k, of_row, used = random_rows(draw, hopper, rows)
+    experts, k = order.expert_offsets.numel() - 1, 128 * draw.randint(2, 5)
+    inner, rank = 128 * draw.randint(2, 4), draw.choice((8, 16, 64, 72, 136))
+
+    def drawn(n, k):
+        dense = torch.randn(experts, n, k, device=hopper) * 0.1
+        a, b = (torch.randn(experts, *size, device=hopper) * 0.1 for size in ((rank, k), (n, rank)))
+        side = torch.empty(tokens * top_k, rank, device=hopper, dtype=torch.bfloat16)
+        return quantize(dense, format, **options), LowRank(a.bfloat16(), b.bfloat16(), side)
+
+    (up, first), (down, second) = drawn(2 * inner, k), drawn(k, inner)
+    x = torch.randn(tokens, k, device=hopper).bfloat16()
+    by = torch.rand(tokens, top_k, device=hopper).bfloat16()
+
+    def products(act_in_steps=False):
+        act, pre = gate_up.gate_up(
+            x, up, order, by, weight_on_input=False, save_pre=True, low_rank=first,
+            act_in_steps=act_in_steps,
+        )  # fmt: skip
+        out = torch.full((tokens * top_k, k), 7.0, device=hopper, dtype=torch.bfloat16)
+        grouped_gemm.grouped_gemm(act, down, order, out=out, low_rank=second, in_steps=act_in_steps)
+        return pre[:used], second.side[:used].clone(), out[:used]
+
+    assert packed_products.supported(up, order, x.dtype, first)
+    found, others = (products(), products(True)), elsewhere(products)
+    for mine in found:
+        for one, other in zip(mine, others):
+            assert (one.double() - other.double()).norm() <= 8e-3 * other.double().norm()
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][2], products()[2])
 
 
 @pytest.mark.gpu

@@ -79,10 +79,13 @@ def whole(size, dtype, transposed) -> None:
     wanted = gradients(out, d_out.to(dtype), *truth.values())
     for x, other in zip([t for t in arguments.values() if t.requires_grad], wanted, strict=True):
         assert_close(x.grad / 2, other, dtype)
-    low = low_rank(arguments, rank=5)
-    out = fused_experts(**arguments, **low, weight_on=weight_on)
-    exact = truth | {n: tuple(t.double() for t in p) for n, p in low.items()}
-    assert_close(out, reference.fused_experts(**exact, weight_on=weight_on), dtype)
+    with_updates(arguments, low_rank(arguments, rank=5), dtype, weight_on=weight_on)
+
+
+def with_updates(arguments, low, dtype, **how) -> None:
+    out = fused_experts(**arguments, **low, **how)
+    exact = in_double(arguments) | {n: tuple(t.double() for t in p) for n, p in low.items()}
+    assert_close(out, reference.fused_experts(**exact, **how), dtype)
     torch.autograd.grad(out.sum(), [t for pair in low.values() for t in pair])
 
 
@@ -147,6 +150,12 @@ def four_bits(size, format, act, group=32) -> None:
     one_token(in_4_bits(arguments, format, **how), act)
 
 
+def four_bits_and_updates(format) -> None:
+    arguments = moe(DEVICE, torch.bfloat16, 1100, 256, 384, 4, 1, routing="sentinel")
+    low = low_rank(arguments, rank=72)
+    with_updates(in_4_bits(arguments, format), low, torch.bfloat16)
+
+
 def fp8_products(tokens) -> None:
     arguments = in_fp8(moe(DEVICE, torch.bfloat16, tokens, 256, 128, 8, 2))
     with torch.no_grad():
@@ -207,6 +216,8 @@ def cases() -> Iterator[Callable[[], None]]:
     for tokens, format in itertools.product((40, 70), FORMATS):  # looked up in pairs
         group = 32 if format == "mxfp4" else 64
         yield partial(four_bits, (tokens, 256, 128, 8, 2), format, Activation(), group)
+    for format in FORMATS:
+        yield partial(four_bits_and_updates, format)
     for tokens in (1, 40, 300):  # decoded, and in FP8
         yield partial(fp8_products, tokens)
     for sizes in ([700, 0, 300, 24], [5, 0, 0, 2]):

@@ -26,7 +26,7 @@ from .lookup import pairs_of_word
 STEP = gl.constexpr(in_steps.STEP)
 ROWS = gl.constexpr(64)
 """Rows of a weight that a warpgroup unpacks at a time."""
-LESS = gl.constexpr(30)
+LESS = gl.constexpr(in_steps.LESS)
 """Values of mxfp4 are 2 ** 30 times less than they should be, and so are their sums, until the end.
 The difference of the exponents' biases, 126, and a scale are one factor then, in bfloat16's range
 for scales below 2 ** 32. (Larger ones are infinite or NaN, and sums below 2 ** -96 lose digits.)"""

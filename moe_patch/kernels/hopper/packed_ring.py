@@ -64,6 +64,8 @@ class Plan(NamedTuple):
     bk: int = 128
     parts: int = 2
     rank: int = 0
+    """Of a low-rank update, twice, in whole stages of 64: one is for the first block and the next
+    for the second. 0: there is none."""
 
 
 class Operands(NamedTuple):
@@ -75,6 +77,15 @@ class Operands(NamedTuple):
     second: Any
     row_to_slot: Any
     tokens: Any
+
+
+class Update(NamedTuple):
+    """Boxes of an update; None without one: of rows of x A^T [S, rank], [128, 64], and of 64 rows
+    of either block's B [E, N, rank], which lie as those of words do."""
+
+    side: Any
+    first: Any
+    second: Any
 
 
 @gluon.jit
@@ -141,6 +152,32 @@ def _find(operands, turn, place, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def bring_tiles(operands, tiles, ring, turns, PLAN: gl.constexpr):
+def _bring_update(update, ring, stage, turn, place, r, PARTS: gl.constexpr, PLAN: gl.constexpr):
+    """Begins to load 64 of an update's rank: rows of x A^T, and what both warpgroups multiply of a
+    block of B, 64 rows each, as `bring_words` brings words."""
+    full, r64 = ring.full.index(stage), r // 128 * 64
+    mbarrier.expect(full, 2 * PLAN.bm * 64 * 2)
+    side, b = ring.right.index(2 * stage), ring.right.index(2 * stage + 1)
+    load_rows(update.side, place.first, place.end, r64, full, side)
+    for block in gl.static_range(2):
+        if r // 64 % 2 == block:
+            for part in gl.static_range(2):
+                box = update.second if block else update.first
+                if PLAN.act_in_steps:
+                    to = b.reshape([1, 16, 1, 8, 64]).slice(8 * part, 8, dim=1)
+                    at = [place.expert, place.column * 8, part, 0, r64]
+                else:
+                    to = b.reshape([1, 128, 64]).slice(64 * part, 64, dim=1)
+                    n = first_column(place.column, part, PLAN)
+                    if PLAN.form == "":
+                        n += 2 * ROWS * block
+                    at = [place.expert, n, r64]
+                async_load(box, at, full, to)
+    if PLAN.copied:  # each thread says so
+        async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def bring_tiles(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
     """Fills the ring, a tile after the other."""
-    produce(operands, None, tiles, ring, turns, _find, _bring, None, PLAN)
+    produce(operands, update, tiles, ring, turns, _find, _bring, _bring_update, PLAN)

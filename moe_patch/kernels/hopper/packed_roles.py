@@ -31,7 +31,7 @@ from ..activate import glu
 from .codes import LESS, ROWS, fragment, halves, own_value, words_of
 from .gather import tokens_of
 from .lookup import fill_table, own_bank
-from .packed_ring import Operands, bring_tiles, first_column, ring_of
+from .packed_ring import Operands, Update, bring_tiles, first_column, ring_of
 from .packed_weight import add_bias, by_routing, gate_and_up, groups, of_expert
 from .stores import in_halves, staged_for, store_box
 from .turns import Place, forget, posted, tiles_of, turns_of
@@ -109,6 +109,19 @@ def _arrived(ring, step, exists, ME: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _updated(sums, ring, step, BM: gl.constexpr, ME: gl.constexpr, PLAN: gl.constexpr):
+    """Sums [64, BM] of a block, plus 64 of the rank of an update."""
+    stage = step % PLAN.stages
+    mbarrier.wait(ring.full.index(stage), (step // PLAN.stages) & 1)
+    side = ring.right.index(2 * stage).slice(0, BM).permute((1, 0))
+    b = ring.right.index(2 * stage + 1).slice(ROWS * ME, ROWS)
+    sums = warpgroup_mma(b, side, sums, is_async=True)
+    sums = warpgroup_mma_wait(0, deps=[sums])
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    return sums
+
+
+@gluon.jit
 def _products(
     weights, ring, step, place, own,
     BM: gl.constexpr, ME: gl.constexpr, PLAN: gl.constexpr,
@@ -152,6 +165,9 @@ def _products(
         part = fragment(one_low, one, own, SUMS, PLAN, PLAN.pairs)
         right = warpgroup_mma_wait(0, deps=[right])
         mbarrier.arrive(ring.empty.index(stage), count=1)
+    for i in range(PLAN.rank // 128):
+        left = _updated(left, ring, step + PLAN.steps + 2 * i, BM, ME, PLAN)
+        right = _updated(right, ring, step + PLAN.steps + 2 * i + 1, BM, ME, PLAN)
     return left, right
 
 
@@ -278,7 +294,7 @@ def _consume(
             _compute(weights, result, ring, step, place, own, 64, ME, PLAN, GATE)
         else:
             _compute(weights, result, ring, step, place, own, 128, ME, PLAN, GATE)
-        step += PLAN.steps
+        step += PLAN.steps + PLAN.rank // 64
         turn += 1
         place = _told(turns, turn)
     tma.store_wait(0)
@@ -286,7 +302,7 @@ def _consume(
 
 @gluon.jit
 def _share(
-    operands, weights, result, tiles, taken, PLAN: gl.constexpr, GATE: gl.constexpr
+    operands, update, weights, result, tiles, taken, PLAN: gl.constexpr, GATE: gl.constexpr
 ):  # fmt: skip
     """Has a program's warpgroups do its share of all tiles."""
     ring, turns = ring_of(result.staged.dtype, PLAN), turns_of(taken, PLAN)
@@ -297,7 +313,7 @@ def _share(
         [
             (_consume, (weights, result, ring, turns, 0, PLAN, GATE)),
             (_consume, (weights, result, ring, turns, 1, PLAN, GATE)),
-            (bring_tiles, (operands, tiles, ring, turns, PLAN)),
+            (bring_tiles, (operands, update, tiles, ring, turns, PLAN)),
         ],
         [4, 4],
         [232, 40],
@@ -306,7 +322,7 @@ def _share(
 
 @gluon.jit
 def gemm_packed_roles_kernel(
-    x, words, w, scales, zeros, table, bias, out, taken,
+    x, words, w, scales, zeros, table, side, b, bias, out, taken,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr,
 ):  # fmt: skip
     """out [S, n] = x W^T + bias, in expert order. x [S, 128 * steps], in steps, and out as boxes of
@@ -315,12 +331,14 @@ def gemm_packed_roles_kernel(
     tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     operands = Operands(x, words, words, None, None)
     result = Result(out, None, bias, None, row_to_slot, staged_for(out.dtype, PLAN))
-    _share(operands, Weights(w, scales, zeros, table), result, tiles, taken, PLAN, None)
+    weights, update = Weights(w, scales, zeros, table), Update(side, b, b)
+    _share(operands, update, weights, result, tiles, taken, PLAN, None)
 
 
 @gluon.jit
 def gate_up_packed_roles_kernel(
-    x, gates, ups, w, scales, zeros, table, bias, slot_weight, act, pre, taken,
+    x, gates, ups, w, scales, zeros, table, side, b_gates, b_ups, bias, slot_weight, act, pre,
+    taken,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
@@ -329,4 +347,5 @@ def gate_up_packed_roles_kernel(
     tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     operands = Operands(x, gates, ups, row_to_slot, tokens_of(PLAN))
     result = Result(act, pre, bias, slot_weight, row_to_slot, staged_for(act.dtype, PLAN))
-    _share(operands, Weights(w, scales, zeros, table), result, tiles, taken, PLAN, GATE)
+    weights, update = Weights(w, scales, zeros, table), Update(side, b_gates, b_ups)
+    _share(operands, update, weights, result, tiles, taken, PLAN, GATE)

@@ -29,12 +29,12 @@ def bring_weight(w, ring, stage, place, k, PLAN: gl.constexpr):
 @gluon.jit
 def _fill(
     operands, ring, step, turn, place,
-    BRING: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, PLAN: gl.constexpr,
+    BRING: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, BK: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Brings FROM ... TO of a tile's reduction, without parts past its end; returns the step
-    after it."""
+    """Brings FROM ... TO of a tile's reduction, BK a stage, without parts past its end; returns the
+    step after it."""
     PARTS: gl.constexpr = PLAN.parts
-    BK: gl.constexpr = step_of(PLAN)
     parts = (gl.minimum(place.end - place.first, PLAN.bm) + 63) // 64
     for count in gl.static_range(1, PARTS + 1):
         if parts == count:
@@ -64,18 +64,19 @@ def produce(
 ):  # fmt: skip
     """Fills the ring. `FIND(operands, turn, place, PLAN)` prepares a tile before its turn;
     BRING_UPDATE is a BRING of a low-rank update."""
-    ASKED: gl.constexpr = _asked_at(PLAN, step_of(PLAN))
+    BK: gl.constexpr = step_of(PLAN)
+    ASKED: gl.constexpr = _asked_at(PLAN, BK)
     step, turn = 0, 0
     tell(turns, 0, gl.program_id(0), tiles, PLAN)
     place = own(turns, 0)
     FIND(operands, 0, place, PLAN)
     while place.end > 0:
-        step = _fill(operands, ring, step, turn, place, BRING, 0, ASKED, PLAN)
+        step = _fill(operands, ring, step, turn, place, BRING, 0, ASKED, BK, PLAN)
         tell(turns, turn + 1, take(turns), tiles, PLAN)
         FIND(operands, turn + 1, own(turns, turn + 1), PLAN)
-        step = _fill(operands, ring, step, turn, place, BRING, ASKED, PLAN.k, PLAN)
+        step = _fill(operands, ring, step, turn, place, BRING, ASKED, PLAN.k, BK, PLAN)
         if PLAN.rank > 0:
-            step = _fill(update, ring, step, turn, place, BRING_UPDATE, 0, PLAN.rank, PLAN)
+            step = _fill(update, ring, step, turn, place, BRING_UPDATE, 0, PLAN.rank, 64, PLAN)
         turn += 1
         place = own(turns, turn)
     # a program's first turn is not taken, but one is for which there is no tile
