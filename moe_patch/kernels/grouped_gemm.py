@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats.packed import Packed
 from ..order import ExpertOrder
-from . import chips, packed_products, packed_roles
+from . import chips, packed_products
 from .boxes import box, rows_box, weight_box
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
@@ -140,8 +140,8 @@ def grouped_gemm(
     if isinstance(weight, Packed) and not (gather or scatter):
         if packed_products.supported(weight, order, dtype, low_rank):
             if low_rank:
-                packed = packed_roles.in_steps_of(low_rank, weight) if in_steps else low_rank
-                multiply_a(x, packed, order)
+                by = packed_products.for_steps(low_rank, weight, order) if in_steps else low_rank
+                multiply_a(x, by, order)
             packed_products.gemm(x, weight, order, out, bias, in_steps, low_rank)
             return out
     rows = order.row_to_slot.numel() // experts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -57,6 +58,13 @@ def steps_of(weight: Packed, order: ExpertOrder, activation: str | None = None) 
     return packed_roles.steps_of(weight) if packed_roles.supported(weight, order) else "halves"
 
 
+def for_steps(update: LowRank, weight: Packed, order: ExpertOrder) -> LowRank:
+    """Return the update of a product whose rows are `in_steps` already: A [E, R, width(K)]."""
+    experts, rank, k = update.a.shape
+    a = in_steps(update.a.reshape(experts * rank, k), steps_of(weight, order))
+    return replace(update, a=a.view(experts, rank, -1))
+
+
 @functools.lru_cache(1024)
 def _gemm(**sizes: object) -> Launch:
     from .hopper.packed import Plan, gemm_packed_kernel
@@ -73,7 +81,7 @@ def _gate_up(activation: str, **sizes: object) -> Launch:
 
 
 def _sizes(weight: Packed, order: ExpertOrder, columns: int) -> dict[str, object]:
-    """What both kernels' plans share; `columns` of the weight are covered by tiles."""
+    """Fields of both kernels' plans; `columns` of the weight are covered by tiles."""
     height = order.block_m
     return {**packed_weight.sizes(weight, columns), "bm": height, "ahead": AHEAD[height]}
 

@@ -4,7 +4,6 @@ expert."""
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,13 +31,6 @@ def supported(weight: Packed, order: ExpertOrder) -> bool:
 def takes(update: LowRank) -> bool:
     """Whether they are with this update, too: `multiply_a` has written its `side`."""
     return update.rank % 8 == 0
-
-
-def in_steps_of(update: LowRank, weight: Packed) -> LowRank:
-    """The same update for rows that are in steps."""
-    experts, rank, k = update.a.shape
-    a = in_steps(update.a.reshape(experts * rank, k), steps_of(weight))
-    return replace(update, a=a.view(experts, rank, -1))
 
 
 def steps_of(weight: Packed) -> Steps:
@@ -71,7 +63,7 @@ def _gate_up(activation: str, **sizes: Any) -> Launch:
 def _sizes(
     weight: Packed, order: ExpertOrder, columns: int, update: LowRank | None
 ) -> dict[str, Any]:
-    """What both kernels' plans share; `columns` of the weight are covered by tiles."""
+    """Fields of both kernels' plans; `columns` of the weight are covered by tiles."""
     found = packed_weight.sizes(weight, columns)
     return {
         **found, "stride_x": found["steps"] * STEP, "group_m": 16, "listed": order.block_m,
@@ -129,7 +121,7 @@ def gate_up(
     side, *b, kept = _update_boxes(update, weight, form, result.in_steps)
     start(
         _programs(order, columns), in_steps(x, steps_of(weight)),
-        *_blocks(weight.codes, weight.shape[1], form, result.in_steps), *_operand(weight),
+        *_blocks(weight.codes, form, result.in_steps), *_operand(weight),
         side, *b,
         result.bias, result.slot_weight, _rows_box(result.act, ROWS), result.pre, *_tiles(order),
     )  # fmt: skip
@@ -139,12 +131,13 @@ def _rows_box(rows: Tensor, height: int) -> Any:
     return rows_box(rows.data_ptr(), rows.dtype, tuple(rows.shape), (height, 64))
 
 
-def _blocks(lines: Tensor, n: int, form: str, in_steps: bool) -> tuple[Any, Any]:
-    """Boxes of gates and of ups, as `bring_words` in `hopper/packed_ring.py` has them, of n lines
-    an expert: of codes [E, n, K / 2], as words, or of B [E, n, R]."""
+def _blocks(lines: Tensor, form: str, in_steps: bool) -> tuple[Any, Any]:
+    """Boxes of gates and of ups, as `bring_words` in `hopper/packed_ring.py` has them: of codes
+    [E, N, K / 2], as words, or of B [E, N, R]."""
     kind = torch.int32 if lines.dtype == torch.uint8 else lines.dtype
     size, width = kind.itemsize, lines.shape[2] * lines.itemsize // kind.itemsize
-    experts, inner, across = len(lines), n // 2, 16 if kind == torch.int32 else 64
+    experts, n = lines.shape[:2]
+    inner, across = n // 2, 16 if kind == torch.int32 else 64
     row, up = (2 * width, width) if form == "interleaved" else (width, inner * width)
     shape, block, strides = (experts, inner, width), (1, ROWS, across), (n * width, row, 1)
     if in_steps:
@@ -169,7 +162,7 @@ def _update_boxes(
     elif b.data_ptr() % 16:  # boxes are not lawful
         b = b.clone()
     if form:
-        first, second = _blocks(b, b.shape[1], form, in_steps)
+        first, second = _blocks(b, form, in_steps)
     else:
         first = second = gluon_box(b.data_ptr(), b.dtype, tuple(b.shape), (1, ROWS, 64))
     return _rows_box(update.side, 2 * ROWS), first, second, b

@@ -64,8 +64,8 @@ class Plan(NamedTuple):
     bk: int = 128
     parts: int = 2
     rank: int = 0
-    """Of a low-rank update, twice, in whole stages of 64: one is for the first block and the next
-    for the second. 0: there is none."""
+    """Rank of a low-rank update, twice, in whole stages of 64: one is for the first block and the
+    next for the second. 0: there is none."""
 
 
 class Operands(NamedTuple):
@@ -109,6 +109,19 @@ def first_column(column, ME: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _corner(place, along, BLOCK: gl.constexpr, PART: gl.constexpr, PLAN: gl.constexpr):
+    """Place of a warpgroup's box of a block, which begins at `along` in its lines. With
+    PLAN.act_in_steps lines [E, columns, ...] are [E, columns / 16, 2, 8, ...]."""
+    if PLAN.act_in_steps:
+        return place.expert, place.column * 8, PART, 0, along
+    else:
+        n = first_column(place.column, PART, PLAN)
+        if PLAN.form == "":  # neighbours
+            n += 2 * ROWS * BLOCK
+        return place.expert, n, along
+
+
+@gluon.jit
 def bring_words(operands, ring, stage, place, k, PLAN: gl.constexpr):
     """Begins to load a step of both blocks' words. With PLAN.act_in_steps they are boxes
     [1, 8, 1, 8, 16] of [E, columns / 16, 2, 8, K / 8], else [1, 64, 16] of [E, columns, K / 8];
@@ -118,13 +131,7 @@ def bring_words(operands, ring, stage, place, k, PLAN: gl.constexpr):
         for block in gl.static_range(2):
             to = ring.left.index(4 * stage + 2 * part + block)
             box = operands.second if block else operands.first
-            if PLAN.act_in_steps:
-                at = [place.expert, place.column * 8, part, 0, k // 8]
-            else:
-                n = first_column(place.column, part, PLAN)
-                if PLAN.form == "":  # neighbours
-                    n += 2 * ROWS * block
-                at = [place.expert, n, k // 8]
+            at = _corner(place, k // 8, block, part, PLAN)
             async_load(box, at, full, as_box(to, box))
 
 
@@ -163,16 +170,11 @@ def _bring_update(update, ring, stage, turn, place, r, PARTS: gl.constexpr, PLAN
         if r // 64 % 2 == block:
             for part in gl.static_range(2):
                 box = update.second if block else update.first
-                if PLAN.act_in_steps:
+                if PLAN.act_in_steps:  # (Triton reshapes no slice.)
                     to = b.reshape([1, 16, 1, 8, 64]).slice(8 * part, 8, dim=1)
-                    at = [place.expert, place.column * 8, part, 0, r64]
                 else:
                     to = b.reshape([1, 128, 64]).slice(64 * part, 64, dim=1)
-                    n = first_column(place.column, part, PLAN)
-                    if PLAN.form == "":
-                        n += 2 * ROWS * block
-                    at = [place.expert, n, r64]
-                async_load(box, at, full, to)
+                async_load(box, _corner(place, r64, block, part, PLAN), full, to)
     if PLAN.copied:  # each thread says so
         async_copy.mbarrier_arrive(full, increment_count=False)
 
