@@ -47,7 +47,11 @@ def test_the_driver_is_told_what_triton_tells_it():
     script = Path(__file__).resolve().parents[1] / "tools" / "direct.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("told to the driver as by Triton") >= 13  # kernels, with each count
+    assert done.stdout.count("told to the driver as by Triton") >= 28  # kernels, with each count
+    for name in ("gate_up", "gemm", "dgate", "dw", "fp8"):
+        assert f"{name}_hopper_kernel" in done.stdout
+    for name in ("gate_up", "gemm"):
+        assert f"{name}_packed_roles_kernel" in done.stdout
 
 
 @pytest.fixture
@@ -67,7 +71,7 @@ def by_triton(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(1, 128, 64, 8, 2), (50, 128, 64, 8, 2), (1100, 256, 384, 2, 1)])
 def test_the_same_bits_as_by_triton(device, by_triton, monkeypatch, size):
-    """Of two dtypes in turns: a binary is one's alone, even if all its operands are descriptors."""
+    """Two dtypes in turns: a binary is one's alone, even if all its operands are descriptors."""
     grad = size[0] > 1
 
     def answers():

@@ -147,7 +147,7 @@ def test_experts_with_many_rows_are_widened_a_few_at_a_time(device, monkeypatch,
 def test_where_codes_are_unpacked_in_registers_they_are_written_out_later(
     device, monkeypatch, format
 ):
-    """In a forward: its backward has no products that do so, and not all updates go with them."""
+    """Experts of a forward: its backward has no such products, and not all updates go with them."""
     monkeypatch.setattr(
         kernels.packed_products, "supported", lambda weight, order, dtype, update: update is None
     )

@@ -40,7 +40,7 @@ from moe_patch.ops import fp8 as products
 from moe_patch.ops.operands import Inputs, Projection
 
 launcher.DIRECT = False  # on a machine with a GPU, too
-launcher._THREAD.ready = True  # which is not asked for memory: it may be full
+launcher._THREAD.ready = True  # nothing starts, so no thread needs CUDA's context
 
 CHIPS = {
     "sm_80": (GPUTarget("cuda", 80, 32), chips.nvidia(80, 166_912)),
