@@ -68,6 +68,7 @@ def test_compiles_ahead_of_time(chips, shapes, kernels):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "SERIALISED" not in done.stdout, "ptxas serialised the tensor-core instructions"
     assert "UNREAD BARRIER" not in done.stdout, "its memory is given to something else"
+    assert "FORGETS STEPS" not in done.stdout, "each tile begins at the first stage again"
     assert "ASKS LATE" not in done.stdout, "a token waits for x before it asks for weights"
     found = [LINE.match(line).groups() for line in done.stdout.splitlines()]
     for chip in chips.split():

@@ -285,6 +285,16 @@ def unread_barriers(ir):
     return [each for each in made if not re.search(each + r"\b", used)]
 
 
+def forgets_steps(ir):
+    """Whether a loop over tiles that waits for stages carries no step: each tile would begin at the
+    first stage again. Triton's constant propagation does that to a step that is a loop's bound."""
+    loops = re.findall(r"^( *)scf\.for ([^\n]*)\{$(.*?)^\1\}", ir, re.DOTALL | re.MULTILINE)
+    return any(
+        "iter_args" not in head and "scf.for" in body and "ttng.wait_barrier" in body
+        for _, head, body in loops
+    )
+
+
 def asks_late(name, ptx):
     """Whether a kernel that decodes loads no weights before its first barrier."""
     wide = re.compile(r"ld\.global[\w.:]*\.v[24]|cp\.async\.c[ag]")
@@ -315,6 +325,7 @@ def line(target, launch):
         f"shared {compiled.metadata.shared + declared}, {time.time() - start:.1f} s"
         + (" SERIALISED" if "instructions are serialized" in log else "")
         + (" UNREAD BARRIER" if unread_barriers(compiled.asm.get("ttgir", "")) else "")
+        + (" FORGETS STEPS" if forgets_steps(compiled.asm.get("ttgir", "")) else "")
         + (" ASKS LATE" if asks_late(kernel.__name__, compiled.asm.get("ptx", "")) else "")
     )
 

@@ -158,6 +158,7 @@ def multiply(ring, step, steps, part, PLAN: gl.constexpr):
 @gluon.jit
 def pass_over(ring, step, steps, PLAN: gl.constexpr):
     """Lets `steps` stages go by unread."""
-    for i in range(step, step + steps):
-        mbarrier.wait(ring.full.index(i % PLAN.stages), (i // PLAN.stages) & 1)
-        mbarrier.arrive(ring.empty.index(i % PLAN.stages), count=1)
+    for i in range(steps):
+        stage = (step + i) % PLAN.stages
+        mbarrier.wait(ring.full.index(stage), ((step + i) // PLAN.stages) & 1)
+        _release(ring, step + i, PLAN)
