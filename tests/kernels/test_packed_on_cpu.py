@@ -139,27 +139,38 @@ def test_short_tiles_of_one_program(monkeypatch, seed):
 @pytest.mark.parametrize("seed", range(12))
 def test_updates(monkeypatch, seed):
     """Tiles follow one another in one program. The small product, which is another kernel's, has
-    been computed before."""
+    been computed before; what it would be given is looked at."""
     monkeypatch.setattr(chips, "multiprocessors", lambda device: 1)
     draw, order, x, weight, slot, expert = drawn(200 + seed, (64, 128))
+    small = []
     monkeypatch.setattr(gate_up, "multiply_a", lambda *_: None)
-    monkeypatch.setattr(grouped_gemm, "multiply_a", lambda *_: None)
+    monkeypatch.setattr(grouped_gemm, "multiply_a", lambda x, by, _: small.append((x, by.a)))
     (experts, n, k), rank = weight.shape, (8, 136, 64, 72, 16)[seed % 5]
     slots, top_k = len(order.row_to_slot), len(order.row_to_slot) // len(x)
     side, begin = torch.randn(slots, rank).bfloat16(), draw.choice((0, 0, 1))
     b = (torch.randn(experts * n * rank + 1).bfloat16() * 0.1)[begin:][: experts * n * rank]
     b = b.view(experts, n, rank)  # perhaps between 16 bytes
-    update = LowRank(torch.zeros(experts, rank, k).bfloat16(), b, side)
+    update = LowRank(torch.randn(experts, rank, k).bfloat16(), b, side)
     bias = draw.choice((None, torch.randn(experts, n).bfloat16()))
     rows = torch.randn(slots, k).bfloat16()
     out = torch.full((slots, n), 7.0, dtype=torch.bfloat16)
     by, activation = torch.rand(len(x), top_k).bfloat16(), draw.choice(ACTIVATIONS)
     how = {"weight_on_input": False, "bias": bias, "activation": activation, "low_rank": update}
+    steps = packed_products.steps_of(weight, order, activation)
+    stepped, again = in_steps(rows, steps), torch.full_like(out, 7.0)
     with on_cpu(seed) as names:
         grouped_gemm.grouped_gemm(rows, weight, order, out=out, bias=bias, low_rank=update)
+        grouped_gemm.grouped_gemm(
+            stepped, weight, order, out=again, bias=bias, in_steps=True, low_rank=update
+        )
         act, pre = gate_up.gate_up(x, weight, order, by, save_pre=True, **how)
         both, kept = gate_up.gate_up(x, weight, order, by, save_pre=True, act_in_steps=True, **how)
-    assert [name.partition("_packed")[2] for name in names] == ["_roles_kernel"] * 3
+    assert [name.partition("_packed")[2] for name in names] == ["_roles_kernel"] * 4
+    assert torch.equal(again, out)
+    truth = rows.double() @ update.a.double().mT  # [E, S, R]
+    assert len(small) == 2
+    for x_given, a in small:
+        assert torch.allclose(x_given.double() @ a.double().mT, truth)
     used = slice(len(slot))
     added = torch.zeros(len(slot), n, dtype=torch.float64)
     for e in range(experts):
@@ -170,7 +181,6 @@ def test_updates(monkeypatch, seed):
     truth = product(x[slot // top_k], weight, expert) + added
     assert close(pre[used], truth) and torch.equal(kept[used], pre[used])
     assert close(act[used], reference.glu(truth, activation))
-    steps = packed_products.steps_of(weight, order, activation)
     assert torch.equal(both[used], in_steps(act, steps)[used])
 
 
