@@ -359,7 +359,7 @@ def wrong_somewhere(**how):
 
 
 def test_nobody_waits_for_what_is_coming(monkeypatch, forgetful):
-    broken(monkeypatch, ("mbarrier", "wait"), lambda *_: here().let_others())
+    broken(monkeypatch, ("mbarrier", "wait"), lambda *_, **__: here().let_others())
     with pytest.raises((AssertionError, Deadlock)):
         assert not wrong_somewhere()
 

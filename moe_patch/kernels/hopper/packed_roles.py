@@ -33,6 +33,7 @@ from .gather import tokens_of
 from .lookup import fill_table, own_bank
 from .packed_ring import Operands, Update, bring_tiles, first_column, ring_of
 from .packed_weight import add_bias, by_routing, gate_and_up, groups, of_expert
+from .ring import wait_full
 from .stores import in_halves, staged_for, store_box
 from .turns import Place, forget, posted, tiles_of, turns_of
 
@@ -99,8 +100,7 @@ def _words(ring, at):
 @gluon.jit
 def _arrived(ring, step, exists, ME: gl.constexpr, PLAN: gl.constexpr):
     """Both halves' words of both blocks, [64, 4, 2] each, once the step is there."""
-    stage = step % PLAN.stages
-    mbarrier.wait(ring.full.index(stage), (step // PLAN.stages) & 1, pred=exists)
+    stage = wait_full(ring, step, PLAN, exists)
     if PLAN.copied:  # cp.async writes as threads do, and wgmma reads as TMA does
         fence_async_shared()
     one_low, one_high = _words(ring, 4 * stage + 2 * ME)
@@ -111,8 +111,7 @@ def _arrived(ring, step, exists, ME: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def _updated(sums, ring, step, BM: gl.constexpr, ME: gl.constexpr, PLAN: gl.constexpr):
     """Sums [64, BM] of a block, plus 64 of the rank of an update."""
-    stage = step % PLAN.stages
-    mbarrier.wait(ring.full.index(stage), (step // PLAN.stages) & 1)
+    stage = wait_full(ring, step, PLAN)
     side = ring.right.index(2 * stage).slice(0, BM).permute((1, 0))
     b = ring.right.index(2 * stage + 1).slice(ROWS * ME, ROWS)
     sums = warpgroup_mma(b, side, sums, is_async=True)

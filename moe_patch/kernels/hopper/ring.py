@@ -90,11 +90,18 @@ def wait_empty(ring, step, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def wait_full(ring, step, PLAN: gl.constexpr, pred=True):
+    """The stage of a step, once what it holds is there."""
+    stage = step % PLAN.stages
+    mbarrier.wait(ring.full.index(stage), (step // PLAN.stages) & 1, pred=pred)
+    return stage
+
+
+@gluon.jit
 def _begin(ring, step, part, acc, ADD: gl.constexpr, PLAN: gl.constexpr):
     """Begins to add the product of a step's stage and a part of the left operand to sums, or to
     replace them by it."""
-    stage = step % PLAN.stages
-    mbarrier.wait(ring.full.index(stage), (step // PLAN.stages) & 1)
+    stage = wait_full(ring, step, PLAN)
     if PLAN.copied:  # cp.async writes as threads do, and wgmma reads as TMA does
         fence_async_shared()
     left = ring.left.index(PLAN.parts * stage + part)
@@ -158,7 +165,6 @@ def multiply(ring, step, steps, part, PLAN: gl.constexpr):
 @gluon.jit
 def pass_over(ring, step, steps, PLAN: gl.constexpr):
     """Lets `steps` stages go by unread."""
-    for i in range(steps):
-        stage = (step + i) % PLAN.stages
-        mbarrier.wait(ring.full.index(stage), ((step + i) // PLAN.stages) & 1)
+    for i in range(steps):  # not from `step` on: see forgets_steps in tests/tools/aot.py
+        wait_full(ring, step + i, PLAN)
         _release(ring, step + i, PLAN)
