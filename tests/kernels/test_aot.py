@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from texts import forgets_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUTING = {"topk_kernel", "topk_backward_kernel", "count_kernel", "place_kernel"}
@@ -80,3 +81,19 @@ def test_compiles_ahead_of_time(chips, shapes, kernels):
         assert int(shared) <= limit, (chip, kernel)
         # bytes, outside the loop: docs/kernels.md
         assert all(int(each) < 128 for each in spills.split(",") if each != "-"), (chip, kernel)
+
+
+TILES = """
+  scf.for %at = %first to %total step %programs {carry} : i32 {{
+    scf.for %i = %c0 to %c16 step %c1 : i32 {{
+      ttng.wait_barrier %full, %phase : !ttg.memdesc<1xi64>
+    }} loc(#1)
+  }} loc(#2)
+"""
+
+
+def test_a_step_that_no_tile_hands_to_the_next_is_found():
+    """As in the kernel's IR, of Triton 3.6 and 3.7, that gave the tool its reason."""
+    assert forgets_steps(TILES.format(carry=""))
+    assert not forgets_steps(TILES.format(carry="iter_args(%step = %c0) -> (i32)"))
+    assert not forgets_steps(TILES.format(carry="").replace("ttng.wait", "ttng.arrive"))

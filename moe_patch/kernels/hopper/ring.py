@@ -165,6 +165,6 @@ def multiply(ring, step, steps, part, PLAN: gl.constexpr):
 @gluon.jit
 def pass_over(ring, step, steps, PLAN: gl.constexpr):
     """Lets `steps` stages go by unread."""
-    for i in range(steps):  # not from `step` on: see forgets_steps in tests/tools/aot.py
+    for i in range(steps):  # not from `step` on: see forgets_steps in tests/tools/texts.py
         wait_full(ring, step + i, PLAN)
         _release(ring, step + i, PLAN)
