@@ -8,6 +8,7 @@ quantised again for the next one, and on request kept for a backward.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from ..compat import has_gluon
 from ..order import ExpertOrder
 from . import chips
 from .activate import gate_of, glu
-from .boxes import gluon_box
+from .boxes import gluon_box, rows_box
 from .launch import Launch, cdiv
 from .quantize import BLOCK, quantize_rows
 from .tiles import INTERPRET, block_m
@@ -93,21 +94,44 @@ def height(slots: int, num_experts: int, device: torch.device) -> int:
     return 128 if _hopper(device) else min(64, block_m(slots, num_experts, torch.float8_e4m3fn))
 
 
+def _boxes(x: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Any, Any, Any] | None:
+    """Of rows, of the weight and of the result, if it is not quantised; None where one is not
+    lawful."""
+    experts, n, k = weight.shape
+    rows = gluon_box(x.data_ptr(), x.dtype, tuple(x.shape), (BLOCK, BLOCK))
+    lines = gluon_box(weight.data_ptr(), x.dtype, (experts * n, k), (BLOCK, BLOCK))
+    result = out
+    if out is not None:
+        result = rows_box(out.data_ptr(), out.dtype, tuple(out.shape), (64, 64))
+    lawful = rows is not None and lines is not None and (out is None or result is not None)
+    return (rows, lines, result) if lawful else None
+
+
+def _stages(bm: int, hopper: bool, device: torch.device) -> int:
+    """Of a weight's tiles, two of them, and one of rows."""
+    if hopper:
+        return 4  # of 48 KB
+    return max(1, min(4, (chips.chip(device).shared - 4096) // ((bm + 2 * BLOCK) * BLOCK)))
+
+
 @functools.lru_cache(1024)
 def _prepared(
     hopper: bool, n: int, k: int, m_max: int, bm: int, stages: int, activation: str | None,
     save_pre: bool,
-) -> Launch:  # fmt: skip
+) -> tuple[Launch, int]:  # fmt: skip
+    """(a launch, columns of the result from one tile to the next)."""
     gate, group_m = gate_of(activation) if activation else None, 16 if k > 4096 else 8
     if hopper:
         from .hopper.fp8 import fp8_hopper_kernel, plan
 
         sizes = plan(n, k, m_max, gate is not None, group_m, stages)
-        return Launch(fp8_hopper_kernel, PLAN=sizes, GATE=gate, SAVE_PRE=save_pre, num_warps=4)
-    return Launch(
+        constants = dict(PLAN=sizes, GATE=gate, SAVE_PRE=save_pre)
+        return Launch(fp8_hopper_kernel, **constants, num_warps=4), sizes.bn
+    launch = Launch(
         fp8_gemm_kernel, N=n, K=k, M_MAX=m_max, GATE=gate, SAVE_PRE=save_pre, INTERPRET=INTERPRET,
         BM=bm, GROUP_M=group_m, num_warps=8 if bm == 128 or gate else 4, num_stages=stages,
     )  # fmt: skip
+    return launch, BLOCK
 
 
 def fp8_gemm(
@@ -139,32 +163,30 @@ def fp8_gemm(
         out = x.new_empty(slots, n, dtype=torch.bfloat16)
     if slots == 0:
         return out, scale
-    boxes = (None, None)
-    if _hopper(x.device) and (masked_m is not None or order.block_m == 128):
-        boxes = (
-            gluon_box(x.data_ptr(), x.dtype, (slots, columns), (64, BLOCK)),
-            gluon_box(weight.data_ptr(), x.dtype, (experts * n, columns), (BLOCK, BLOCK)),
-        )
-    hopper = None not in boxes
+    hopper = _hopper(x.device) and (masked_m is not None or order.block_m == 128)
+    boxes = _boxes(x, weight, None if activation else out) if hopper else None
     if masked_m is None:
         bm, m_max, ends = order.block_m, 0, order.expert_offsets
-        count = order.tile_expert.numel()
+        tiles = order.tile_expert.numel()
         listed = order.tile_expert, order.tile_row, order.num_tiles
     else:
         m_max, ends, listed = slots // experts, masked_m, (None,) * 3
-        bm = 128 if hopper else 64
-        count = experts * cdiv(m_max, bm)
-    stages = 4  # of 48 KB; and two weight tiles and one of rows
-    if not hopper:
-        stages = max(1, min(4, (chips.chip(x.device).shared - 4096) // ((bm + 2 * BLOCK) * BLOCK)))
-    start = _prepared(hopper, n, columns, m_max, bm, stages, activation, pre is not None)
-    wide = n // 2 if activation else n
-    count *= cdiv(wide, BLOCK if activation or not hopper else 2 * BLOCK)
-    if hopper:
-        count = min(count, chips.multiprocessors(x.device))
-    start(
-        (count,), *(boxes if hopper else (x, weight)), x_scale, weight_scale, out, scale, pre,
-        ends, *listed,
-        *x_scale.stride(), 0 if scale is None else scale.stride(1), experts,
-    )  # fmt: skip
+        bm = 128 if boxes else 64
+        tiles = experts * cdiv(m_max, bm)
+    hopper = boxes is not None
+    start, width = _prepared(
+        hopper, n, columns, m_max, bm, _stages(bm, hopper, x.device), activation, pre is not None
+    )
+    count = tiles * cdiv(n // 2 if activation else n, width)
+    strides = *x_scale.stride(), 0 if scale is None else scale.stride(1)
+    scales = x_scale, weight_scale
+    if boxes:
+        rows, lines, result = boxes
+        taken = order.taken if masked_m is None else ends  # masked, nobody reads it
+        start(
+            (min(count, chips.multiprocessors(x.device)),), rows, lines, *scales, result or out,
+            scale, pre, taken, ends, *listed, *strides, experts,
+        )  # fmt: skip
+    else:
+        start((count,), x, weight, *scales, out, scale, pre, ends, *listed, *strides, experts)
     return out, scale

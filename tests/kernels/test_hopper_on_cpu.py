@@ -8,6 +8,7 @@ import types
 from dataclasses import replace
 
 import gluon_on_cpu
+import ptx_on_cpu
 import pytest
 import torch
 from drawn_order import Deadlock, here
@@ -276,6 +277,7 @@ def test_fp8(monkeypatch, masked, activated):
     torch.manual_seed(0)
     experts, k, n = 3, 384, 512 if activated else 424
     monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
+    ptx_on_cpu.known()
     if masked:
         slots, order = experts * 200, None
         counts = torch.tensor([0, 77, 200], dtype=torch.int32)

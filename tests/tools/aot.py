@@ -161,6 +161,9 @@ def moe_launches(
                 if kernels.fp8_gemm.runs(x.device):  # rows that are FP8 already
                     q, x_scale = x.to(torch.float8_e4m3fn), torch.empty(tokens, -(-hidden // 128))
                     products.experts(q, w1, w2, index, weights, *scales, x_scale, act)
+                    masked = torch.empty(num_experts * 192, hidden, dtype=w1.dtype)
+                    by, counts = torch.empty(len(masked), x_scale.shape[1]), index[:, 0].int()
+                    kernels.fp8_gemm.fp8_gemm(masked, by, w1, scales[0], masked_m=counts)
             if packed:
                 up, down = (each._replace(**in_4_bits(each.weight, packed)) for each in (up, down))
                 w1, w2 = up.weight, down.weight

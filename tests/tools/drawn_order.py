@@ -12,10 +12,11 @@ class Deadlock(AssertionError):
 
 
 class Task:
-    """A warpgroup, or a program's head. One runs at a time, until it lets others go on."""
+    """A partition of some warps, or a program's head. One runs at a time, until it lets others go
+    on."""
 
-    def __init__(self, world: World, run: Callable[[], None], program: int) -> None:
-        self.world, self.program = world, program
+    def __init__(self, world: World, run: Callable[[], None], program: int, warps: int) -> None:
+        self.world, self.program, self.warps = world, program, warps
         self.may_go: Callable[[], bool] = lambda: True
         self.doing, self.done = "begins", False
         self.error: BaseException | None = None
@@ -86,9 +87,9 @@ class World:
         self.tasks: list[Task] = []
         self.coming: list[Callable[[], None]] = []
 
-    def start(self, run: Callable[[], None], program: int) -> Task:
-        """A task of a program, which begins some time."""
-        self.tasks.append(Task(self, run, program))
+    def start(self, run: Callable[[], None], program: int, warps: int = 0) -> Task:
+        """A task of a program, which begins some time; 0 warps: as many as its head has."""
+        self.tasks.append(Task(self, run, program, warps or self.warps))
         return self.tasks[-1]
 
     def run(self) -> None:

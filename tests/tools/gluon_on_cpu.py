@@ -387,7 +387,10 @@ def _asm(text: Any, constraints: Any, arguments: Any, dtype: Any, pure: bool, pa
 
 def _specialize(functions: Any, warps: Any, registers: Any) -> None:
     task = here()
-    others = [task.world.start(lambda f=f, a=a: f(*a), task.program) for f, a in functions[1:]]
+    others = [
+        task.world.start(lambda f=f, a=a: f(*a), task.program, n)
+        for (f, a), n in zip(functions[1:], warps)
+    ]
     task.let_others(doing="begins")
     function, arguments = functions[0]
     function(*arguments)
@@ -397,7 +400,7 @@ def _specialize(functions: Any, warps: Any, registers: Any) -> None:
 LANGUAGE = Language(
     program_id=lambda axis: number(here().program),
     num_programs=lambda axis: number(here().world.programs),
-    num_warps=lambda: here().world.warps,
+    num_warps=lambda: here().warps,
     arange=_arange, where=_where, expand_dims=_expand_dims, convert_layout=_convert,
     zeros=_zeros, full=_full,
     to_tensor=lambda value: value if isinstance(value, T) else T(torch.tensor(value)),
@@ -523,14 +526,14 @@ def _copy(to: Shared, pointer: P, mask: Any = None) -> None:
 
 
 def _copies_arrive(where: Any, increment_count: bool = True) -> None:
-    """128 threads arrive once what they copied so far is there."""
+    """The partition's threads arrive once what they copied so far is there."""
     barrier, task = _barrier(where), here()
     before = [copy for group in task.groups for copy in group]  # they stay in their groups
 
     def comes() -> None:
         for copy in before:
             copy()
-        barrier.arrive(128)
+        barrier.arrive(32 * task.warps)
 
     task.world.coming.append(comes)
     task.let_others(doing="copies")

@@ -1,4 +1,4 @@
-"""What the assembly of `hopper/codes.py` computes, for `gluon_on_cpu`."""
+"""What the assembly in `hopper/` computes, for `gluon_on_cpu`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gluon_on_cpu import PTX, P
 from torch import Tensor
 
 from moe_patch.formats.packed import FORMATS
-from moe_patch.kernels.hopper import codes, lookup
+from moe_patch.kernels.hopper import codes, fp8_sums, lookup
 
 MXFP4 = torch.tensor(FORMATS["mxfp4"].values)
 
@@ -75,6 +75,9 @@ def _scaled(code: Tensor, bank: Tensor, large: Tensor, small: Tensor) -> Tensor:
 
 
 IN_PYTHON = {
+    fp8_sums._FMA.value: lambda a, b, c: a * b + c,
+    fp8_sums._ENTER.value: lambda both, barrier: both,
+    fp8_sums._LEAVE.value: lambda both, barrier: both,
     lookup._FILLED.value: _fill,
     lookup._TWO_WORDS.value: _pairs_of,
     lookup._SCALED.value: _pairs_of,

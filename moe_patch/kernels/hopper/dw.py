@@ -313,7 +313,7 @@ def _produce(
         step, second = second, third
     async_copy.wait_group(0)  # nothing is on its way into shared memory when the program ends
     if shared:  # each program asks twice for a tile that there is not
-        leave(work.turns, total + gl.num_programs(0))
+        leave(work.turns, total + gl.num_programs(0), PLAN)
 
 
 @gluon.jit

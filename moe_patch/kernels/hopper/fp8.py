@@ -1,9 +1,11 @@
-"""fp8_gemm for Hopper: one producer feeds two warpgroups through TMA, and they promote in turns.
+"""fp8_gemm for Hopper: one producer feeds two warpgroups, and they promote in turns.
 
 A tile is 128 rows by two column parts of 128: neighbours, or a gate and its up. Each warpgroup owns
 64 of the rows. Every 128 of K its tensor core sum is scaled into a float32 accumulator while the
-other warpgroup's products run. (DeepGEMM's schedule, here with the second projection's input
-activated and quantised in the epilogue.)
+other warpgroup's product runs (`fp8_sums`). One warp brings operands through TMA, another copies
+their scales, and nobody else reads from memory. Results leave through TMA while the next tile's
+products run. (After DeepGEMM's schedule, here with the second projection's input activated and
+quantised in the epilogue.)
 """
 
 from __future__ import annotations
@@ -12,179 +14,182 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ...compat import gluon_load
+from ...compat import gluon_copy, gluon_load
 from ..activate import glu
-from ..tiling import place
+from .fp8_sums import BLOCK, LANES, first_turn, last_turn, multiply, ring_of
+from .producer import produce
+from .ring import pass_over, wait_empty
+from .stores import in_halves, staged_for, store, store_box
+from .turns import Tiles, column_tiles, told_all, turns_of
 
-BLOCK = gl.constexpr(128)
-async_load = gluon_load()
+async_load, copy = gluon_load(), gluon_copy()
 
 
 class Plan(NamedTuple):
-    """Sizes of a product, as one constant."""
+    """Sizes of a product, as one constant; see `ring`."""
 
     n: int
+    """Columns of the result."""
     k: int
-    width: int
-    """Columns of the result from one tile to the next."""
+    lines: int
+    """Lines of an expert's weight: n, or n gates and their ups."""
+    bn: int
     shift: int
-    """Columns of the weight from a tile's left part to its right."""
-    num_n: int
-    """Column tiles."""
+    """Lines of the weight from a tile's left part to its right."""
     m_max: int
     """Rows an expert has, masked; 0: rows in expert order."""
     group_m: int
     stages: int
+    listed: int = 128
+    bm: int = 128
+    bk: int = 128
+    parts: int = 2
+    rank: int = 0
+    copied: bool = True
+    listeners: int = 3
+    """Both warpgroups, and the warp that copies scales."""
 
 
-class Rings(NamedTuple):
-    """Shared memory that tiles pass through, and its barriers: PLAN.stages deep."""
+class Operands(NamedTuple):
+    """Boxes [128, 128] of rows and of a weight's lines."""
 
     x: Any
     w: Any
-    ready: Any
-    empty: Any
 
 
-class Schedule(NamedTuple):
-    """Rows as `place` reads them, and tiles in all."""
+class Scales(NamedTuple):
+    """Pointers to the scales of rows, which lie that far apart, and of weights."""
 
-    ends: Any
-    tile_expert: Any
-    tile_row: Any
-    total: Any
+    x: Any
+    w: Any
+    stride_row: Any
+    stride_group: Any
+
+
+class Result(NamedTuple):
+    """`out` as boxes of rows [64, 64], by way of `staged`; or activations and their scales,
+    `stride_scale` from one column tile to the next, and what is activated, as pointers."""
+
+    out: Any
+    staged: Any
+    out_scale: Any
+    pre: Any
+    stride_scale: Any
 
 
 def plan(n: int, k: int, m_max: int, activate: bool, group_m: int, stages: int) -> Plan:
     """Return the Plan of a product [S, k] x [E, n, k], whose columns `activate` takes in pairs."""
-    columns, width = (n // 2, BLOCK.value) if activate else (n, 2 * BLOCK.value)
-    shift = columns if activate else BLOCK.value
-    return Plan(n, k, width, shift, -(-columns // width), m_max, group_m, stages)
+    columns, bn, shift = (n // 2, 128, n // 2) if activate else (n, 256, 128)
+    return Plan(columns, k, n, bn, shift, m_max, group_m, stages)
 
 
 @gluon.jit
-def _place(at, schedule, PLAN: gl.constexpr):
-    return place(
-        at, schedule.tile_expert, schedule.tile_row, schedule.ends,
-        PLAN.num_n, PLAN.m_max, BLOCK, PLAN.group_m,
-    )  # fmt: skip
+def _find(operands, turn, place, PLAN: gl.constexpr):
+    """Rows lie as they are read: nothing is to be found."""
 
 
 @gluon.jit
-def _produce(x, w, rings, schedule, PLAN: gl.constexpr):
-    step = 0
-    for at in range(gl.program_id(0), schedule.total, gl.num_programs(0)):
-        expert, first, end, column = _place(at, schedule, PLAN)
-        if first < end:
-            row = expert * PLAN.n + column * PLAN.width
-            for k in range(0, PLAN.k, BLOCK):
-                stage = step % PLAN.stages
-                mbarrier.wait(rings.empty.index(stage), (step // PLAN.stages) & 1 ^ 1)
-                filled = rings.ready.index(stage)
-                mbarrier.expect(filled, 3 * BLOCK * BLOCK)
-                left, right = 2 * stage, 2 * stage + 1
-                async_load(w, [row, k], filled, rings.w.index(left))
-                at_right = row + PLAN.shift
-                async_load(w, [at_right, k], filled, rings.w.index(right))
-                async_load(x, [first, k], filled, rings.x.index(left))
-                async_load(x, [first + 64, k], filled, rings.x.index(right))
-                step += 1
+def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
+    full = ring.full.index(stage)
+    mbarrier.expect(full, (PLAN.bm + 2 * BLOCK) * BLOCK)
+    async_load(operands.x, [place.first, k], full, ring.x.index(stage))
+    line = place.expert * PLAN.lines + place.column * PLAN.bn
+    async_load(operands.w, [line, k], full, ring.w.index(2 * stage))
+    async_load(operands.w, [line + PLAN.shift, k], full, ring.w.index(2 * stage + 1))
 
 
 @gluon.jit
-def _product(a, ring, at, none):
-    """a [64, 128] times what lies in the ring [128, 128]^T, begun and waited for."""
-    part = warpgroup_mma(a, ring.index(at).permute((1, 0)), none, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=[part])
+def _produce(operands, tiles, ring, turns, PLAN: gl.constexpr):
+    produce(operands, operands, tiles, ring, turns, _find, _bring, _bring, PLAN)
+
+
+@gluon.jit
+def _produce_scales(scales, ring, turns, PLAN: gl.constexpr):
+    """Copies scales by pointers. (Beside TMA's in one warp they took longer than products.)"""
+    STEPS: gl.constexpr = (PLAN.k + BLOCK - 1) // BLOCK
+    BLOCKS: gl.constexpr = (PLAN.lines + BLOCK - 1) // BLOCK  # of a weight's lines
+    by: gl.constexpr = gl.BlockedLayout([1], [LANES], [1], [0])
+    i, part = gl.arange(0, BLOCK, by), gl.arange(0, 2, by)
+    step, turn = 0, 0
+    expert, first, end, column = told_all(turns, 0)
+    while end > 0:
+        row = first + i
+        inside = row < end
+        x = scales.x + row.to(gl.int64) * scales.stride_row
+        block = gl.minimum((column * PLAN.bn + part * PLAN.shift) // BLOCK, BLOCKS - 1)
+        w = scales.w + (expert * BLOCKS + block) * STEPS
+        for j in range(STEPS):
+            stage = wait_empty(ring, step + j, PLAN)
+            copy(ring.x_scale.index(stage), x, inside)
+            copy(ring.w_scale.index(stage), w)
+            async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+            x += scales.stride_group
+            w += 1
+        step += STEPS
+        turn += 1
+        expert, first, end, column = told_all(turns, turn)
 
 
 @gluon.jit
 def _consume(
-    rings, x_scale, w_scale, out, out_scale, pre, schedule, stride_xs, stride_xg, stride_os,
-    PART: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
+    result, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
+    SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
-    N: gl.constexpr = PLAN.n
-    K: gl.constexpr = PLAN.k
-    WIDTH: gl.constexpr = PLAN.width
-    SHIFT: gl.constexpr = PLAN.shift
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    by_row: gl.constexpr = gl.SliceLayout(1, product)
-    NUM_K: gl.constexpr = (K + BLOCK - 1) // BLOCK
-    NUM_S: gl.constexpr = (N + BLOCK - 1) // BLOCK  # scale blocks of a weight's columns
-    step = 0
-    for at in range(gl.program_id(0), schedule.total, gl.num_programs(0)):
-        expert, first, end, column = _place(at, schedule, PLAN)
+    STEPS: gl.constexpr = (PLAN.k + BLOCK - 1) // BLOCK
+    step, turn = 0, 0
+    first_turn(ME)
+    _, first, end, column = told_all(turns, 0)
+    while end > 0:
+        both = (end - first > 64).to(gl.int32)
+        first += ME * 64
+        steps = gl.where(first < end, STEPS, 0)
+        left, right = multiply(ring, step, steps, both, ME, PLAN)
         if first < end:
-            rows = first + PART * 64 + gl.arange(0, 64, by_row)
-            inside = rows < end
-            row_scales = x_scale + rows.to(gl.int64) * stride_xs
-            left_block = column * WIDTH // BLOCK
-            right_block = gl.minimum((column * WIDTH + SHIFT) // BLOCK, NUM_S - 1)
-            left_scales = w_scale + (expert * NUM_S + left_block) * NUM_K
-            to_right = (right_block - left_block) * NUM_K
-            left = gl.zeros([64, BLOCK], gl.float32, product)
-            right = gl.zeros([64, BLOCK], gl.float32, product)
-            none = gl.zeros([64, BLOCK], gl.float32, product)
-            by_x = gl.load(row_scales, mask=inside, other=0.0)
-            by_left = by_x * gl.load(left_scales)
-            by_right = by_x * gl.load(left_scales + to_right)
-            for k in range(NUM_K):
-                # of the next step, while this one's products run
-                row_scales += gl.where(k < NUM_K - 1, stride_xg, 0)
-                left_scales += gl.where(k < NUM_K - 1, 1, 0)
-                by_x = gl.load(row_scales, mask=inside, other=0.0)
-                next_left = gl.load(left_scales)
-                next_right = gl.load(left_scales + to_right)
-                stage = step % PLAN.stages
-                mbarrier.wait(rings.ready.index(stage), (step // PLAN.stages) & 1)
-                a = rings.x.index(2 * stage + PART)
-                part = _product(a, rings.w, 2 * stage, none)
-                left = gl.fma(part, gl.expand_dims(by_left, 1), left)
-                part = _product(a, rings.w, 2 * stage + 1, none)
-                mbarrier.arrive(rings.empty.index(stage), count=1)
-                right = gl.fma(part, gl.expand_dims(by_right, 1), right)
-                by_left, by_right = by_x * next_left, by_x * next_right
-                step += 1
-            first_row = first + PART * 64
-            if SAVE_PRE:
-                _stored(left, pre, first_row, end, column * WIDTH, N)
-                _stored(right, pre, first_row, end, column * WIDTH + SHIFT, N)
-            if GATE is not None:
-                _activated(left, right, out, out_scale, rows, end, column, stride_os, N // 2, GATE)
-            else:
-                _stored(left, out, first_row, end, column * WIDTH, N)
-                _stored(right, out, first_row, end, column * WIDTH + SHIFT, N)
+            _written(left, right, result, first, end, column, ME, PLAN, GATE, SAVE_PRE)
+        else:
+            pass_over(ring, step, STEPS, PLAN)
+        step += STEPS
+        turn += 1
+        _, first, end, column = told_all(turns, turn)
+    last_turn(ME)
+    tma.store_wait(0)
 
 
 @gluon.jit
-def _stored(tile, out, first, end, n0, N: gl.constexpr):
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    tile = gl.convert_layout(tile.to(out.dtype.element_ty), wide)
-    rows = first + gl.arange(0, 64, gl.SliceLayout(1, wide))
-    n = n0 + gl.arange(0, BLOCK, gl.SliceLayout(0, wide))
-    at = gl.expand_dims(rows.to(gl.int64), 1) * N + gl.expand_dims(n, 0)
-    gl.store(out + at, tile, mask=gl.expand_dims(rows < end, 1) & gl.expand_dims(n < N, 0))
+def _written(
+    left, right, result, first, end, column,
+    ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
+):  # fmt: skip
+    """Writes a warpgroup's sums to rows `first` ... up to row `end`."""
+    n = column * PLAN.bn
+    if SAVE_PRE:
+        store(left, result.pre, first, end, n, PLAN.n, PLAN.lines)
+        store(right, result.pre, first, end, n + PLAN.shift, PLAN.lines, PLAN.lines)
+    if GATE is not None:
+        _activated(left, right, result, first, end, column, PLAN.n, GATE)
+    else:
+        quarters = in_halves(left) + in_halves(right)
+        for i in gl.static_range(4):
+            store_box(quarters[i], result.out, result.staged, first, end, n + 64 * i, ME, i % 2)
 
 
 @gluon.jit
 def _activated(
-    gate, up, out, out_scale, rows, end, column, stride_os,
-    I: gl.constexpr, GATE: gl.constexpr,
+    gate, up, result, first, end, column, I: gl.constexpr, GATE: gl.constexpr
 ):  # fmt: skip
     """Activates, quantises each row's 128 columns, and stores both."""
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
     n = column * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, gate.type.layout))
     value, _, _ = glu(gate, up, GATE)
     if I % BLOCK != 0:
         value = gl.where(gl.expand_dims(n < I, 0), value, 0.0)
     largest = gl.max(gl.abs(value), axis=1)
     scale = gl.where(largest > 0, largest / 448.0, 1.0)
-    gl.store(out_scale + column.to(gl.int64) * stride_os + rows, scale, mask=rows < end)
+    to = result.out_scale + column.to(gl.int64) * result.stride_scale + rows
+    gl.store(to, scale, mask=rows < end)
     quantised = (value * gl.expand_dims(1.0 / scale, 1)).to(gl.float8e4nv)
     wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     quantised = gl.convert_layout(quantised, wide)
@@ -192,43 +197,36 @@ def _activated(
     n = column * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, wide))
     at = gl.expand_dims(to_rows.to(gl.int64), 1) * I + gl.expand_dims(n, 0)
     mask = gl.expand_dims(to_rows < end, 1) & gl.expand_dims(n < I, 0)
-    gl.store(out + at, quantised, mask=mask)
+    gl.store(result.out + at, quantised, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os", "groups"])
 def fp8_hopper_kernel(
-    x, w, x_scale, w_scale, out, out_scale, pre, ends, tile_expert, tile_row, num_tiles,
-    stride_xs, stride_xg, stride_os, groups,
+    x, w, x_scale, w_scale, out, out_scale, pre, taken, ends, tile_expert, tile_row,
+    num_tiles, stride_xs, stride_xg, stride_os, groups,
     PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
-    """x [S, K] and w [E * N, K] as descriptors of boxes [64, 128] and [128, 128]; GATE None: the
-    product is stored as it is."""
-    STAGES: gl.constexpr = PLAN.stages
+    """x [S, K] and w [E * N, K] as boxes [128, 128]. GATE None: the product is stored as it is,
+    through boxes of rows [64, 64]. `taken` is an order's; masked, turns are dealt, and
+    `tile_expert`, `tile_row` and `num_tiles` are None."""
     if PLAN.m_max > 0:
-        total = groups * ((PLAN.m_max + BLOCK - 1) // BLOCK) * PLAN.num_n
+        tiles = groups * ((PLAN.m_max + PLAN.bm - 1) // PLAN.bm)
     else:
-        total = gl.load(num_tiles) * PLAN.num_n
-    x_ring = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 64, BLOCK], x.layout)
-    w_ring = gl.allocate_shared_memory(w.dtype, [2 * STAGES, BLOCK, BLOCK], w.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    rings = Rings(x_ring, w_ring, ready, empty)
-    schedule = Schedule(ends, tile_expert, tile_row, total)
+        tiles = gl.load(num_tiles)
+    tiles = Tiles(ends, tile_expert, tile_row, tiles * column_tiles(PLAN))
+    ring, turns = ring_of(x, w, PLAN), turns_of(taken, PLAN)
+    staged = None
+    if GATE is None:
+        staged = staged_for(out.dtype, PLAN)
+    operands, scales = Operands(x, w), Scales(x_scale, w_scale, stride_xs, stride_xg)
+    result = Result(out, staged, out_scale, pre, stride_os)
     gl.warp_specialize(
         [
-            (_consume, (
-                rings, x_scale, w_scale, out, out_scale, pre, schedule,
-                stride_xs, stride_xg, stride_os, 0, PLAN, GATE, SAVE_PRE,
-            )),
-            (_consume, (
-                rings, x_scale, w_scale, out, out_scale, pre, schedule,
-                stride_xs, stride_xg, stride_os, 1, PLAN, GATE, SAVE_PRE,
-            )),
-            (_produce, (x, w, rings, schedule, PLAN)),
+            (_consume, (result, ring, turns, 0, PLAN, GATE, SAVE_PRE)),
+            (_consume, (result, ring, turns, 1, PLAN, GATE, SAVE_PRE)),
+            (_produce, (operands, tiles, ring, turns, PLAN)),
+            (_produce_scales, (scales, ring, turns, PLAN)),
         ],
-        [4, 4],
-        [224, 56],
-    )  # fmt: skip
+        [4, 1, 1],
+        [224, 56, 56],
+    )

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ...compat import gluon_load
 from .ring import step_of, wait_empty
-from .turns import is_long, leave, own, take, tell
+from .turns import following, is_long, leave, own, tell
 
 async_load = gluon_load()
 
@@ -67,12 +67,12 @@ def produce(
     BK: gl.constexpr = step_of(PLAN)
     ASKED: gl.constexpr = _asked_at(PLAN, BK)
     step, turn = 0, 0
-    tell(turns, 0, gl.program_id(0), tiles, PLAN)
+    at = tell(turns, 0, gl.program_id(0), tiles, PLAN)
     place = own(turns, 0)
     FIND(operands, 0, place, PLAN)
     while place.end > 0:
         step = _fill(operands, ring, step, turn, place, BRING, 0, ASKED, BK, PLAN)
-        tell(turns, turn + 1, take(turns), tiles, PLAN)
+        at = tell(turns, turn + 1, following(turns, at, PLAN), tiles, PLAN)
         FIND(operands, turn + 1, own(turns, turn + 1), PLAN)
         step = _fill(operands, ring, step, turn, place, BRING, ASKED, PLAN.k, BK, PLAN)
         if PLAN.rank > 0:
@@ -80,4 +80,4 @@ def produce(
         turn += 1
         place = own(turns, turn)
     # a program's first turn is not taken, but one is for which there is no tile
-    leave(turns, tiles.total)
+    leave(turns, tiles.total, PLAN)

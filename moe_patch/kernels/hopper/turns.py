@@ -19,7 +19,8 @@ from ..tiling import place
 
 
 class Tiles(NamedTuple):
-    """An ExpertOrder's tiles inside a kernel, and how many turns they are."""
+    """An ExpertOrder's tiles inside a kernel, and how many turns they are; or masked ones, which no
+    list has, and how many rows each expert has."""
 
     expert_offsets: Any
     tile_expert: Any
@@ -33,7 +34,7 @@ class Turns(NamedTuple):
 
     taken: Any
     """How many turns are taken, besides the first of every program: an ExpertOrder's, in global
-    memory. It is 0 before a kernel and after it."""
+    memory. It is 0 before a kernel and after it. Masked, turns are dealt, and nobody reads it."""
     slot: Any
     """Memory for four numbers of each turn: a Place, or what dw tells."""
     full: Any
@@ -59,6 +60,18 @@ def column_tiles(plan):
 
 
 @gluon.constexpr_function
+def _listeners(plan):
+    """How many are told: those that multiply, and whoever else the plan names."""
+    return getattr(plan, "listeners", plan.parts)
+
+
+@gluon.constexpr_function
+def _masked_rows(plan):
+    """Rows that an expert has, masked; 0: tiles are listed."""
+    return getattr(plan, "m_max", 0)
+
+
+@gluon.constexpr_function
 def is_long(k):
     """Whether programs may drift so far apart on the way of a reduction over k that a weight which
     they share leaves the L2 cache between them."""
@@ -81,7 +94,7 @@ def turns_of(taken, PLAN: gl.constexpr, SLOTS: gl.constexpr = 2):
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=PLAN.parts)
+        mbarrier.init(empty.index(i), count=_listeners(PLAN))
     return Turns(taken, slot, full, empty)
 
 
@@ -115,11 +128,21 @@ def answer(asked):
 
 
 @gluon.jit
-def leave(turns, taken):
+def following(turns, at, PLAN: gl.constexpr):
+    """The next turn: of all programs, or, where they are dealt, of this one after turn `at`."""
+    if _masked_rows(PLAN) > 0:
+        return at + gl.num_programs(0)
+    else:
+        return take(turns)
+
+
+@gluon.jit
+def leave(turns, taken, PLAN: gl.constexpr):
     """Says that the program takes no more; `taken` is how many turns all programs take together.
     The last one that leaves puts the count of them back to 0."""
-    if take(turns) == taken + 2 * gl.num_programs(0) - 1:
-        gl.store(turns.taken, 0)
+    if _masked_rows(PLAN) == 0:
+        if take(turns) == taken + 2 * gl.num_programs(0) - 1:
+            gl.store(turns.taken, 0)
 
 
 @gluon.jit
@@ -152,24 +175,27 @@ def _read(turns, turn, I: gl.constexpr):
 @gluon.jit
 def tell(turns, turn, at, tiles, PLAN: gl.constexpr):
     """Tells which tile the program's `turn` is: that of turn `at` of all, or of the next that has
-    rows. The row after the last is 0 if there is none.
+    rows, and returns that turn. The row after the last is 0 if there is none.
 
     Over a long reduction a program whose tile is short would overtake others, and begin its next
     tile long before those that share a weight with it: so an expert's tiles are equally high there.
     """
     EVEN: gl.constexpr = is_long(PLAN.k)
     expert, first, end, column = 0, 0, 0, 0
+    found = at
     while at < tiles.total:
         expert, first, end, column = place(
             at, tiles.tile_expert, tiles.tile_row, tiles.expert_offsets,
-            column_tiles(PLAN), 0, PLAN.bm, PLAN.group_m, PLAN.listed, EVEN,
+            column_tiles(PLAN), _masked_rows(PLAN), PLAN.bm, PLAN.group_m, PLAN.listed, EVEN,
         )  # fmt: skip
+        found = at
         if first < end:
             at = tiles.total
         else:
             end = 0
-            at = take(turns)
+            at = following(turns, at, PLAN)
     post(turns, turn, (expert, first, end, column))
+    return found
 
 
 @gluon.jit
@@ -206,8 +232,15 @@ def own(turns, turn):
 
 
 @gluon.jit
+def told_all(turns, turn):
+    """(expert, first row, end, column tile) of a turn's Place, for the others."""
+    expert, first, end, column = posted(turns, turn)
+    forget(turns, turn)
+    return expert, first, end, column
+
+
+@gluon.jit
 def told(turns, turn):
     """(first row, end, column tile) of a turn's Place, for the others."""
-    _, first, end, column = posted(turns, turn)
-    forget(turns, turn)
+    _, first, end, column = told_all(turns, turn)
     return first, end, column

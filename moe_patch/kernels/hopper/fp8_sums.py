@@ -1,0 +1,153 @@
+"""Sums of e4m3 products with scales: a tensor core's sum of 128 of the reduction, in float32, is
+scaled and added to the tile's, 64 rows by two column parts of 128 for each warpgroup.
+
+Sums leave a warpgroup registers for one product, and while it adds that (promotes it), its next one
+cannot begin. The tensor cores are at work all the time if the other warpgroup's product runs then.
+So the two take turns, and between a warpgroup's products lie its additions and nothing else: it
+releases the stage before, waits for the next and reads its scales while products run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BLOCK = gl.constexpr(128)
+"""Columns and lines that a scale is for."""
+LANES = gl.constexpr(32)
+"""Threads that copy scales: each says when what it copied has arrived."""
+_FMA = gl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
+_TURN = "{{ .reg .pred both; setp.ne.s32 both, $1, 0; @both barrier.{} $2, 256; mov.u32 $0, $1; }}"
+_ENTER, _LEAVE = gl.constexpr(_TURN.format("sync")), gl.constexpr(_TURN.format("arrive"))
+
+
+class Ring(NamedTuple):
+    """Stages of 128 of the reduction, and barriers that say that one is full, and empty again."""
+
+    x: Any
+    """A tile's rows [128, 128]."""
+    w: Any
+    """A stage has two column parts [128, 128]."""
+    x_scale: Any
+    """Of a tile's rows [128]."""
+    w_scale: Any
+    """Of both column parts [2]."""
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def ring_of(x, w, PLAN: gl.constexpr):
+    """A Ring for such boxes, with its barriers ready."""
+    STAGES: gl.constexpr = PLAN.stages
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rows = gl.allocate_shared_memory(x.dtype, [STAGES, PLAN.bm, BLOCK], x.layout)
+    columns = gl.allocate_shared_memory(w.dtype, [2 * STAGES, BLOCK, BLOCK], w.layout)
+    x_scale = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], plain)
+    w_scale = gl.allocate_shared_memory(gl.float32, [STAGES, 2], plain)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1 + LANES)
+        mbarrier.init(empty.index(stage), count=PLAN.parts)
+    return Ring(rows, columns, x_scale, w_scale, full, empty)
+
+
+@gluon.constexpr_function
+def _layout():
+    """Of sums and products [64, 128]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+
+
+@gluon.jit
+def _section(both, PART: gl.constexpr, ENTER: gl.constexpr):
+    """Enters or leaves the section of code in which one warpgroup at a time begins a product, if
+    both have rows: in turns, part 0 first.
+
+    The tensor cores alternate between products that were begun together. Those end together, too,
+    and then both warpgroups add, while no product runs."""
+    PTX: gl.constexpr = _ENTER if ENTER else _LEAVE
+    barrier = gl.to_tensor(14 + PART if ENTER else 15 - PART)
+    gl.inline_asm_elementwise(PTX, "=r,r,r", [both, barrier], gl.int32, False, 1)
+
+
+@gluon.jit
+def first_turn(PART: gl.constexpr):
+    """Before a warpgroup's first product: part 0 may begin."""
+    if PART == 1:
+        _section(1, PART, False)
+
+
+@gluon.jit
+def last_turn(PART: gl.constexpr):
+    """After its last: takes the turn that the other has left."""
+    if PART == 0:
+        _section(1, PART, True)
+
+
+@gluon.jit
+def _begin(x, w, product, both, PART: gl.constexpr):
+    """Begins x [64, 128] times w [128, 128]^T, in the registers of an earlier product."""
+    _section(both, PART, True)
+    product = warpgroup_mma(x, w.permute((1, 0)), product, use_acc=False, is_async=True)
+    _section(both, PART, False)
+    return product
+
+
+@gluon.jit
+def _promoted(product, by, sums):
+    """sums + product * by [64]. In PTX, which stays where it is: LLVM moves its own behind the next
+    product, which then needs registers of its own, and the sums leave none."""
+    by = gl.expand_dims(by, 1)
+    return gl.inline_asm_elementwise(_FMA, "=f,f,f,f", [product, by, sums], gl.float32, False, 1)
+
+
+@gluon.jit
+def _scales(ring, stage, PART: gl.constexpr, COLUMNS: gl.constexpr):
+    """Of a warpgroup's rows [64], by a column part."""
+    by_row: gl.constexpr = gl.SliceLayout(1, _layout())
+    rows = ring.x_scale.index(stage).slice(64 * PART, 64).load(by_row)
+    return rows * ring.w_scale.index(stage).slice(COLUMNS, 1).load(by_row)
+
+
+@gluon.jit
+def _release_before(ring, stage, pred, PLAN: gl.constexpr):
+    """Says that the stage before has been read."""
+    before = gl.where(stage == 0, PLAN.stages - 1, stage - 1)
+    mbarrier.arrive(ring.empty.index(before), count=1, pred=pred)
+
+
+@gluon.jit
+def multiply(ring, step, steps, both, PART: gl.constexpr, PLAN: gl.constexpr):
+    """Sums [64, 128] of both column parts over `steps` stages from `step` on, of a part of the
+    rows; `both` parts have some, or this one alone."""
+    left = gl.zeros([64, BLOCK], gl.float32, _layout())
+    right, product = left, left
+    stage, phase = step % PLAN.stages, (step // PLAN.stages) & 1
+    mbarrier.wait(ring.full.index(stage), phase, pred=steps > 0)
+    by_left = _scales(ring, stage, PART, 0)
+    # from 0: if `step`, which is carried from tile to tile, were a bound, Triton 3.6 would take it
+    # for a constant
+    for i in range(steps):
+        x = ring.x.index(stage).slice(64 * PART, 64)
+        product = _begin(x, ring.w.index(2 * stage), product, both, PART)
+        _release_before(ring, stage, i > 0, PLAN)
+        by_right = _scales(ring, stage, PART, 1)
+        product = warpgroup_mma_wait(0, deps=[product])
+        left = _promoted(product, by_left, left)
+        product = _begin(x, ring.w.index(2 * stage + 1), product, both, PART)
+        last = stage == PLAN.stages - 1
+        stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+        mbarrier.wait(ring.full.index(stage), phase, pred=i + 1 < steps)
+        by_left = _scales(ring, stage, PART, 0)  # after the last stage of nothing, and unused
+        product = warpgroup_mma_wait(0, deps=[product])
+        right = _promoted(product, by_right, right)
+    _release_before(ring, stage, steps > 0, PLAN)
+    return left, right
