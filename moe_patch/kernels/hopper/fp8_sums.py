@@ -94,11 +94,21 @@ def last_turn(PART: gl.constexpr):
 
 @gluon.jit
 def _begin(x, w, product, both, PART: gl.constexpr):
-    """Begins x [64, 128] times w [128, 128]^T, in the registers of an earlier product."""
+    """Begins x [64, 128] times w [128, 128]^T, in the registers of an earlier product. The other
+    warpgroup may begin before the last quarter of the reduction, and so finds no gap."""
+    w = w.permute((1, 0))
     _section(both, PART, True)
-    product = warpgroup_mma(x, w.permute((1, 0)), product, use_acc=False, is_async=True)
+    product = _times(x, w, product, 0, 64)
+    product = _times(x, w, product, 64, 32)
     _section(both, PART, False)
-    return product
+    return _times(x, w, product, 96, 32)
+
+
+@gluon.jit
+def _times(x, w, product, K: gl.constexpr, SIZE: gl.constexpr):
+    """Begins a part of the reduction."""
+    x, w = x.slice(K, SIZE, 1), w.slice(K, SIZE, 0)
+    return warpgroup_mma(x, w, product, use_acc=K > 0, is_async=True)
 
 
 @gluon.jit
