@@ -86,6 +86,8 @@ class World:
         self.draw, self.programs, self.warps = random.Random(seed), programs, warps
         self.tasks: list[Task] = []
         self.coming: list[Callable[[], None]] = []
+        self.named: dict[tuple[int, int], list[int]] = {}
+        """Of a program's barriers with a number: arrivals, and how often all have."""
 
     def start(self, run: Callable[[], None], program: int, warps: int = 0) -> Task:
         """A task of a program, which begins some time; 0 warps: as many as its head has."""

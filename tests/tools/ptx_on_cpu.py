@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from drawn_order import here
@@ -74,10 +75,31 @@ def _scaled(code: Tensor, bank: Tensor, large: Tensor, small: Tensor) -> Tensor:
     return value * large.float() + (value * small.float()).to(torch.bfloat16).float()
 
 
+def _arrived(both: Any, barrier: Any) -> tuple[Any, Callable[[], bool]]:
+    """A warpgroup arrives at a barrier of its program for 256 threads, if `both` do; and whether
+    the others have, too."""
+    task = here()
+    known = task.world.named.setdefault((task.program, int(barrier)), [0, 0])
+    if not int(both):
+        return both, lambda: True
+    phase = known[1]
+    known[0] += 32 * task.warps
+    assert known[0] <= 256, "more arrivals than the barrier counts"
+    if known[0] == 256:
+        known[:] = 0, phase + 1
+    return both, lambda: known[1] > phase
+
+
+def _enter(both: Any, barrier: Any) -> Any:
+    both, others = _arrived(both, barrier)
+    here().let_others(others, "waits for its turn to multiply")
+    return both
+
+
 IN_PYTHON = {
     fp8_sums._FMA.value: lambda a, b, c: a * b + c,
-    fp8_sums._ENTER.value: lambda both, barrier: both,
-    fp8_sums._LEAVE.value: lambda both, barrier: both,
+    fp8_sums._ENTER.value: _enter,
+    fp8_sums._LEAVE.value: lambda both, barrier: _arrived(both, barrier)[0],
     lookup._FILLED.value: _fill,
     lookup._TWO_WORDS.value: _pairs_of,
     lookup._SCALED.value: _pairs_of,

@@ -156,7 +156,7 @@ def multiply(ring, step, steps, both, PART: gl.constexpr, PLAN: gl.constexpr):
         last = stage == PLAN.stages - 1
         stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
         mbarrier.wait(ring.full.index(stage), phase, pred=i + 1 < steps)
-        by_left = _scales(ring, stage, PART, 0)  # after the last stage of nothing, and unused
+        by_left = _scales(ring, stage, PART, 0)  # after the last step unused, and anything
         product = warpgroup_mma_wait(0, deps=[product])
         right = _promoted(product, by_right, right)
     _release_before(ring, stage, steps > 0, PLAN)
