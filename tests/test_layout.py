@@ -35,7 +35,7 @@ FLOORS = tuple(
         kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.producer
         kernels.hopper.rows kernels.hopper.update kernels.hopper.stores kernels.hopper.gather
         kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dgate kernels.hopper.dw
-        kernels.hopper.fp8
+        kernels.hopper.fp8_sums kernels.hopper.fp8
         kernels.in_steps kernels.hopper.lookup kernels.hopper.codes
         kernels.hopper.packed_weight kernels.hopper.packed
         kernels.hopper.packed_ring kernels.hopper.packed_roles
