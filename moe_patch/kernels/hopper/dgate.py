@@ -219,7 +219,7 @@ def _consume(
     NUM_N: gl.constexpr = column_tiles(PLAN)
     by: gl.constexpr = _by_eights()
     step, turn = 0, 0
-    first, end, column = told(turns, 0)
+    _, first, end, column = told(turns, 0)
     while end > 0:
         part = (turn + ME) % PLAN.parts  # of short tiles each warpgroup gets its share
         first += part * 64
@@ -240,7 +240,7 @@ def _consume(
                 to = tensors.d_scale + rows.to(gl.int64) * NUM_N + column
                 gl.store(to, total, mask=rows < end)
         turn += 1
-        first, end, column = told(turns, turn)
+        _, first, end, column = told(turns, turn)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from .fp8_sums import BLOCK, LANES, first_turn, last_turn, multiply, ring_of
 from .producer import produce
 from .ring import pass_over, wait_empty
 from .stores import in_halves, staged_for, store, store_box
-from .turns import Tiles, column_tiles, told_all, turns_of
+from .turns import Tiles, column_tiles, told, turns_of
 
 async_load, copy = gluon_load(), gluon_copy()
 
@@ -114,7 +114,7 @@ def _produce_scales(scales, ring, turns, PLAN: gl.constexpr):
     by: gl.constexpr = gl.BlockedLayout([1], [LANES], [1], [0])
     i, part = gl.arange(0, BLOCK, by), gl.arange(0, 2, by)
     step, turn = 0, 0
-    expert, first, end, column = told_all(turns, 0)
+    expert, first, end, column = told(turns, 0)
     while end > 0:
         row = first + i
         inside = row < end
@@ -130,7 +130,7 @@ def _produce_scales(scales, ring, turns, PLAN: gl.constexpr):
             w += 1
         step += STEPS
         turn += 1
-        expert, first, end, column = told_all(turns, turn)
+        expert, first, end, column = told(turns, turn)
 
 
 @gluon.jit
@@ -141,7 +141,7 @@ def _consume(
     STEPS: gl.constexpr = (PLAN.k + BLOCK - 1) // BLOCK
     step, turn = 0, 0
     first_turn(ME)
-    _, first, end, column = told_all(turns, 0)
+    _, first, end, column = told(turns, 0)
     while end > 0:
         both = (end - first > 64).to(gl.int32)
         first += ME * 64
@@ -153,7 +153,7 @@ def _consume(
             pass_over(ring, step, STEPS, PLAN)
         step += STEPS
         turn += 1
-        _, first, end, column = told_all(turns, turn)
+        _, first, end, column = told(turns, turn)
     last_turn(ME)
     tma.store_wait(0)
 

@@ -168,7 +168,7 @@ def _consume(
     STEPS: gl.constexpr = steps_of(PLAN)
     WAITING: gl.constexpr = 4 if PLAN.save_pre else 2
     step, turn = 0, 0
-    first, end, column = told(turns, 0)
+    _, first, end, column = told(turns, 0)
     none = rounded(sums_of(PLAN), result.act.dtype)
     if not PLAN.save_pre:
         none = none[0], none[1]
@@ -187,7 +187,7 @@ def _consume(
             pass_over(ring, step, STEPS, PLAN)
         step += STEPS
         turn += 1
-        first, end, column = told(turns, turn)
+        _, first, end, column = told(turns, turn)
     for i in gl.static_range(WAITING):
         _write(Writer(result, waiting, ME), i)
     tma.store_wait(0)

@@ -73,7 +73,7 @@ def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
 def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
     STEPS: gl.constexpr = steps_of(PLAN)
     step, turn = 0, 0
-    first, end, column = told(turns, 0)
+    _, first, end, column = told(turns, 0)
     waiting = Waiting(rounded(sums_of(PLAN), out.dtype), first, end * 0, column)
     while end > 0:
         part = (turn + ME) % PLAN.parts  # of short tiles each warpgroup gets its share
@@ -86,7 +86,7 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
             pass_over(ring, step, STEPS, PLAN)
         step += STEPS
         turn += 1
-        first, end, column = told(turns, turn)
+        _, first, end, column = told(turns, turn)
     for i in gl.static_range(4):
         write_quarter(Writer(out, staged, waiting, ME), i)
     tma.store_wait(0)

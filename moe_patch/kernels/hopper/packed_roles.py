@@ -35,7 +35,7 @@ from .packed_ring import Operands, Update, bring_tiles, first_column, ring_of
 from .packed_weight import add_bias, by_routing, gate_and_up, groups, of_expert
 from .ring import wait_full
 from .stores import in_halves, staged_for, store_box
-from .turns import Place, forget, posted, tiles_of, turns_of
+from .turns import tiles_of, told, turns_of
 
 barrier = gluon_barrier()
 
@@ -260,14 +260,6 @@ def _write_act(
 
 
 @gluon.jit
-def _told(turns, turn):
-    """A turn's Place."""
-    expert, first, end, column = posted(turns, turn)
-    forget(turns, turn)
-    return Place(expert, first, end, column)
-
-
-@gluon.jit
 def _compute(
     weights, result, ring, step, place, own,
     BM: gl.constexpr, ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
@@ -286,7 +278,7 @@ def _consume(
     weights, result, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr
 ):  # fmt: skip
     step, turn = 0, 0
-    place = _told(turns, 0)
+    place = told(turns, 0)
     own = own_bank(place.expert) if PLAN.pairs else own_value(weights.table)
     while place.end > 0:
         if place.end - place.first <= 64:
@@ -295,7 +287,7 @@ def _consume(
             _compute(weights, result, ring, step, place, own, 128, ME, PLAN, GATE)
         step += PLAN.steps + PLAN.rank // 64
         turn += 1
-        place = _told(turns, turn)
+        place = told(turns, turn)
     tma.store_wait(0)
 
 

@@ -232,15 +232,8 @@ def own(turns, turn):
 
 
 @gluon.jit
-def told_all(turns, turn):
-    """(expert, first row, end, column tile) of a turn's Place, for the others."""
+def told(turns, turn):
+    """The Place of a turn, for the others."""
     expert, first, end, column = posted(turns, turn)
     forget(turns, turn)
-    return expert, first, end, column
-
-
-@gluon.jit
-def told(turns, turn):
-    """(first row, end, column tile) of a turn's Place, for the others."""
-    _, first, end, column = told_all(turns, turn)
-    return first, end, column
+    return Place(expert, first, end, column)
