@@ -95,8 +95,7 @@ def height(slots: int, num_experts: int, device: torch.device) -> int:
 
 
 def _boxes(x: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Any, Any, Any] | None:
-    """Of rows, of the weight and of the result, if it is not quantised; None where one is not
-    lawful."""
+    """Boxes of rows, of the weight and of the result (None: it is quantised), if all are lawful."""
     experts, n, k = weight.shape
     rows = gluon_box(x.data_ptr(), x.dtype, tuple(x.shape), (BLOCK, BLOCK))
     lines = gluon_box(weight.data_ptr(), x.dtype, (experts * n, k), (BLOCK, BLOCK))
@@ -107,10 +106,8 @@ def _boxes(x: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Any, Any, Any
     return (rows, lines, result) if lawful else None
 
 
-def _stages(bm: int, hopper: bool, device: torch.device) -> int:
-    """Of a weight's tiles, two of them, and one of rows."""
-    if hopper:
-        return 4  # of 48 KB
+def _stages(bm: int, device: torch.device) -> int:
+    """Number of stages of one tile of rows and two of the weight that fit into shared memory."""
     return max(1, min(4, (chips.chip(device).shared - 4096) // ((bm + 2 * BLOCK) * BLOCK)))
 
 
@@ -163,8 +160,9 @@ def fp8_gemm(
         out = x.new_empty(slots, n, dtype=torch.bfloat16)
     if slots == 0:
         return out, scale
-    hopper = _hopper(x.device) and (masked_m is not None or order.block_m == 128)
-    boxes = _boxes(x, weight, None if activation else out) if hopper else None
+    boxes = None
+    if _hopper(x.device) and (masked_m is not None or order.block_m == 128):
+        boxes = _boxes(x, weight, None if activation else out)
     if masked_m is None:
         bm, m_max, ends = order.block_m, 0, order.expert_offsets
         tiles = order.tile_expert.numel()
@@ -173,10 +171,10 @@ def fp8_gemm(
         m_max, ends, listed = slots // experts, masked_m, (None,) * 3
         bm = 128 if boxes else 64
         tiles = experts * cdiv(m_max, bm)
-    hopper = boxes is not None
     start, width = _prepared(
-        hopper, n, columns, m_max, bm, _stages(bm, hopper, x.device), activation, pre is not None
-    )
+        boxes is not None, n, columns, m_max, bm, _stages(bm, x.device), activation,
+        pre is not None,
+    )  # fmt: skip
     count = tiles * cdiv(n // 2 if activation else n, width)
     strides = *x_scale.stride(), 0 if scale is None else scale.stride(1)
     scales = x_scale, weight_scale

@@ -1,4 +1,4 @@
-"""fp8_gemm for Hopper: one producer feeds two warpgroups, and they promote in turns.
+"""fp8_gemm for Hopper: two warps feed two warpgroups, which promote in turns.
 
 A tile is 128 rows by two column parts of 128: neighbours, or a gate and its up. Each warpgroup owns
 64 of the rows. Every 128 of K its tensor core sum is scaled into a float32 accumulator while the
@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...compat import gluon_copy, gluon_load
 from ..activate import glu
-from .fp8_sums import BLOCK, LANES, first_turn, last_turn, multiply, ring_of
-from .producer import produce
+from .fp8_sums import BLOCK, LANES, close_section, multiply, open_section, ring_of
+from .producer import find_nothing, produce
 from .ring import pass_over, wait_empty
 from .stores import in_halves, staged_for, store, store_box
 from .turns import Tiles, column_tiles, told, turns_of
@@ -87,11 +87,6 @@ def plan(n: int, k: int, m_max: int, activate: bool, group_m: int, stages: int) 
 
 
 @gluon.jit
-def _find(operands, turn, place, PLAN: gl.constexpr):
-    """Rows lie as they are read: nothing is to be found."""
-
-
-@gluon.jit
 def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
     full = ring.full.index(stage)
     mbarrier.expect(full, (PLAN.bm + 2 * BLOCK) * BLOCK)
@@ -103,7 +98,7 @@ def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.
 
 @gluon.jit
 def _produce(operands, tiles, ring, turns, PLAN: gl.constexpr):
-    produce(operands, operands, tiles, ring, turns, _find, _bring, _bring, PLAN)
+    produce(operands, operands, tiles, ring, turns, find_nothing, _bring, _bring, PLAN)
 
 
 @gluon.jit
@@ -140,7 +135,7 @@ def _consume(
 ):  # fmt: skip
     STEPS: gl.constexpr = (PLAN.k + BLOCK - 1) // BLOCK
     step, turn = 0, 0
-    first_turn(ME)
+    open_section(ME)
     _, first, end, column = told(turns, 0)
     while end > 0:
         both = (end - first > 64).to(gl.int32)
@@ -154,7 +149,7 @@ def _consume(
         step += STEPS
         turn += 1
         _, first, end, column = told(turns, turn)
-    last_turn(ME)
+    close_section(ME)
     tma.store_wait(0)
 
 

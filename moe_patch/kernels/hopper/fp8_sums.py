@@ -19,11 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .ring import barriers_of, wait_full
+
 BLOCK = gl.constexpr(128)
 """Columns and lines that a scale is for."""
 LANES = gl.constexpr(32)
 """Threads that copy scales: each says when what it copied has arrived."""
 _FMA = gl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
+# Triton numbers barriers of its own from 0 on
 _TURN = "{{ .reg .pred both; setp.ne.s32 both, $1, 0; @both barrier.{} $2, 256; mov.u32 $0, $1; }}"
 _ENTER, _LEAVE = gl.constexpr(_TURN.format("sync")), gl.constexpr(_TURN.format("arrive"))
 
@@ -32,13 +35,13 @@ class Ring(NamedTuple):
     """Stages of 128 of the reduction, and barriers that say that one is full, and empty again."""
 
     x: Any
-    """A tile's rows [128, 128]."""
+    """Rows of a tile [128, 128]."""
     w: Any
-    """A stage has two column parts [128, 128]."""
+    """Two column parts a stage [128, 128]."""
     x_scale: Any
-    """Of a tile's rows [128]."""
+    """Scales of a tile's rows [128]."""
     w_scale: Any
-    """Of both column parts [2]."""
+    """Scales of both column parts [2]."""
     full: Any
     empty: Any
 
@@ -52,17 +55,13 @@ def ring_of(x, w, PLAN: gl.constexpr):
     columns = gl.allocate_shared_memory(w.dtype, [2 * STAGES, BLOCK, BLOCK], w.layout)
     x_scale = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], plain)
     w_scale = gl.allocate_shared_memory(gl.float32, [STAGES, 2], plain)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 + LANES)
-        mbarrier.init(empty.index(stage), count=PLAN.parts)
+    full, empty = barriers_of(1 + LANES, PLAN)
     return Ring(rows, columns, x_scale, w_scale, full, empty)
 
 
 @gluon.constexpr_function
 def _layout():
-    """Of sums and products [64, 128]."""
+    """Layout of sums and products [64, 128]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
 
 
@@ -79,15 +78,15 @@ def _section(both, PART: gl.constexpr, ENTER: gl.constexpr):
 
 
 @gluon.jit
-def first_turn(PART: gl.constexpr):
-    """Before a warpgroup's first product: part 0 may begin."""
+def open_section(PART: gl.constexpr):
+    """Lets part 0 begin; each warpgroup calls it before its first product."""
     if PART == 1:
         _section(1, PART, False)
 
 
 @gluon.jit
-def last_turn(PART: gl.constexpr):
-    """After its last: takes the turn that the other has left."""
+def close_section(PART: gl.constexpr):
+    """Takes what part 1 has left for part 0; each warpgroup calls it after its last product."""
     if PART == 0:
         _section(1, PART, True)
 
@@ -121,7 +120,7 @@ def _promoted(product, by, sums):
 
 @gluon.jit
 def _scales(ring, stage, PART: gl.constexpr, COLUMNS: gl.constexpr):
-    """Of a warpgroup's rows [64], by a column part."""
+    """Scales of a warpgroup's rows times that of a column part [64]."""
     by_row: gl.constexpr = gl.SliceLayout(1, _layout())
     rows = ring.x_scale.index(stage).slice(64 * PART, 64).load(by_row)
     return rows * ring.w_scale.index(stage).slice(COLUMNS, 1).load(by_row)
@@ -140,8 +139,8 @@ def multiply(ring, step, steps, both, PART: gl.constexpr, PLAN: gl.constexpr):
     rows; `both` parts have some, or this one alone."""
     left = gl.zeros([64, BLOCK], gl.float32, _layout())
     right, product = left, left
-    stage, phase = step % PLAN.stages, (step // PLAN.stages) & 1
-    mbarrier.wait(ring.full.index(stage), phase, pred=steps > 0)
+    stage = wait_full(ring, step, PLAN, steps > 0)
+    phase = (step // PLAN.stages) & 1
     by_left = _scales(ring, stage, PART, 0)
     # from 0: if `step`, which is carried from tile to tile, were a bound, Triton 3.6 would take it
     # for a constant

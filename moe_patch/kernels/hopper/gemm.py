@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .producer import bring_weight, produce
+from .producer import bring_weight, find_nothing, produce
 from .ring import BK, multiply_beside, pass_over, ring_of, steps_of, sums_of
 from .rows import load_rows
 from .stores import Waiting, Writer, rounded, staged_for, write_quarter
@@ -50,11 +50,6 @@ class Operands(NamedTuple):
 
 
 @gluon.jit
-def _find(operands, turn, place, PLAN: gl.constexpr):
-    """Rows lie as they are read: nothing is to be found."""
-
-
-@gluon.jit
 def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
     full = ring.full.index(stage)
     mbarrier.expect(full, (PLAN.bn + 64 * PARTS) * BK * 2)
@@ -66,7 +61,7 @@ def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.
 
 @gluon.jit
 def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
-    produce(operands, update, tiles, ring, turns, _find, _bring, bring_update, PLAN)
+    produce(operands, update, tiles, ring, turns, find_nothing, _bring, bring_update, PLAN)
 
 
 @gluon.jit

@@ -44,6 +44,11 @@ def _fill(
     return step + (TO - FROM + BK - 1) // BK
 
 
+@gluon.jit
+def find_nothing(operands, turn, place, PLAN: gl.constexpr):
+    """FIND of rows that lie as they are read."""
+
+
 @gluon.constexpr_function
 def _asked_at(plan, step):
     """Position in a tile's reduction at which the producer asks for the next tile, a multiple of

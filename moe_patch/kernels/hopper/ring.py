@@ -51,14 +51,22 @@ def steps_of(plan):
 
 
 @gluon.jit
-def with_barriers(left, right, PLAN: gl.constexpr):
-    """A Ring of this memory, with its barriers ready."""
+def barriers_of(ARRIVALS: gl.constexpr, PLAN: gl.constexpr):
+    """(full, empty), ready: a stage is full after so many arrivals and what TMA brings, and empty
+    once every part has released it."""
     STAGES: gl.constexpr = PLAN.stages
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 + PRODUCERS if PLAN.copied else 1)
+        mbarrier.init(full.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=PLAN.parts)
+    return full, empty
+
+
+@gluon.jit
+def with_barriers(left, right, PLAN: gl.constexpr):
+    """A Ring of this memory, with its barriers ready."""
+    full, empty = barriers_of(1 + PRODUCERS if PLAN.copied else 1, PLAN)
     return Ring(left, right, full, empty)
 
 
