@@ -270,13 +270,16 @@ def test_dgate(seed):
     assert bool((made.act[rows.used :] == 7).all()) and bool((made.d_scale[rows.used :] == 7).all())
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("activated", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_fp8(monkeypatch, masked, activated):
-    draw = random.Random(2 * masked + activated)
+def test_fp8(monkeypatch, masked, activated, seed):
+    """Tiles follow one another in one program. The last one has columns of both parts or of one."""
+    draw = random.Random(4 * seed + 2 * masked + activated)
     torch.manual_seed(0)
-    experts, k, n = 3, 384, 512 if activated else 424
+    experts, k, n = 3, 384, 512 if activated else draw.choice((296, 424))
     monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: 1 + seed)
     ptx_on_cpu.known()
     if masked:
         slots, order = experts * 200, None
@@ -288,7 +291,7 @@ def test_fp8(monkeypatch, masked, activated):
     weight, scale = reference.quantize_weight(torch.randn(experts, n, k))
     how = {"masked_m": counts} if masked else {"order": order}
     pre = torch.full((slots, n), 7.0, dtype=torch.bfloat16) if activated else None
-    with on_cpu(5) as names:
+    with on_cpu(5 + seed) as names:
         out, _ = fp8_gemm.fp8_gemm(
             x, x_scale, weight, scale, pre=pre, activation="silu" if activated else None, **how
         )
@@ -373,8 +376,19 @@ def test_a_warpgroup_that_releases_nothing_stops_all(monkeypatch, forgetful):
 
 
 def test_staged_sums_are_overwritten_before_they_are_stored(monkeypatch, forgetful):
-    broken(monkeypatch, ("tma", "store_wait"), lambda _: here().let_others())
+    wait = gluon_on_cpu._store_wait
+    broken(
+        monkeypatch,
+        ("tma", "store_wait"),
+        lambda left: here().let_others() if left else wait(left),
+    )
     assert wrong_somewhere()
+
+
+def test_a_program_ends_before_its_sums_are_stored(monkeypatch, forgetful):
+    broken(monkeypatch, ("tma", "store_wait"), lambda _: here().let_others())
+    with pytest.raises(AssertionError, match="ends before TMA"):
+        wrong_somewhere()
 
 
 def test_sums_are_read_before_they_were_waited_for(monkeypatch, forgetful):

@@ -35,6 +35,7 @@ class Task:
         _HERE.task = self
         try:
             run()
+            assert not self.stores, "it ends before TMA has read what it stores"
         except BaseException as error:  # goes to whoever started all
             self.error = error
         self.done = True
@@ -104,6 +105,8 @@ class World:
             self.tasks = [task for task in self.tasks if not task.done]
             able = [task for task in self.tasks if task.may_go()]
             if not self.tasks and not self.coming:
+                left = [barrier for barrier, (arrivals, _) in self.named.items() if arrivals]
+                assert not left, f"arrivals are left at {left}"
                 return
             if not able and not self.coming:
                 raise Deadlock("; ".join(f"{t.program}: {t.doing}" for t in self.tasks))
