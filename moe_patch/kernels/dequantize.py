@@ -22,11 +22,14 @@ from .groups import group_tiles
 from .launch import cdiv, launches
 from .low_rank import LowRank
 from .packed import COMPUTED, load_packed
+from .tiles import ROLES, W8, choose
 from .weights import _BLOCK, BLOCK, Weight, weight_operand
 from .widen import readable, widen, widen_scale
 
 ROWS = 512
 """An expert's, from which on it pays."""
+ROWS_ON_HOPPER = 1024
+"""The same of FP8 weights, where a kernel in hopper/ widens them on their way."""
 ROWS_LOOKED_UP, ROWS_COMPUTED = 1024, 2048
 """The same in a forward whose products unpack codes in registers (packed_products.py)."""
 BYTES = 1 << 28
@@ -131,14 +134,18 @@ def widens(
     backward: bool,
 ) -> bool:
     """Whether `few_at_a_time` does so with such weights and rows."""
-    rows = order.row_to_slot.numel() / (order.expert_offsets.numel() - 1)
+    rows = order.row_to_slot.numel() // (order.expert_offsets.numel() - 1)
     if rows < ROWS:
         return False
     if isinstance(weight, Packed):
         in_registers = not backward and packed_products.supported(weight, order, dtype, low_rank)
         later = ROWS_COMPUTED if weight.format in COMPUTED else ROWS_LOOKED_UP
         return not in_registers or rows >= later
-    return scale is not None and weight.is_contiguous() and low_rank is None and backward
+    if scale is None or low_rank is not None or not (weight.is_contiguous() and backward):
+        return False
+    _, n, k = weight.shape
+    tile = choose("gemm" + W8, order.block_m, rows, k, n, dtype, weight.device)  # its transpose
+    return tile.warps != ROLES or rows >= ROWS_ON_HOPPER
 
 
 def _widened(everything: Part, dtype: torch.dtype) -> Iterator[Part]:

@@ -22,13 +22,13 @@ from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips
 from .activate import gate_of, through_gate
-from .boxes import gluon_box, weight_box
+from .boxes import gluon_box
 from .grouped_gemm import multiply_a
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
 from .tiles import ROLES, Product, Tile, choose, plan_of, portable
 from .tiling import dot_precision, launches, load_rows, place
-from .weights import Weight, suffix, weight_dot, weight_operand
+from .weights import Weight, boxed_weight, suffix, weight_dot, weight_operand
 
 
 class Rows(NamedTuple):
@@ -176,6 +176,7 @@ def _on_hopper(
     tile: Tile,
     activation: str,
     update: LowRank | None,
+    scale: Tensor | None,
 ) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
     inner = weight.shape[1]
@@ -183,7 +184,7 @@ def _on_hopper(
     if not by_16_bytes or order.block_m != tile.bm:
         return False
     d_pre, act, d_scale = made
-    w_box = weight_box(weight, tile.bn, tile.bk)
+    w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
     gate_box = gluon_box(
         pre.data_ptr(), torch.float32, (len(pre), inner // 2), (64, 32), (inner, 1)
     )
@@ -201,7 +202,7 @@ def _on_hopper(
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     start(
         (min(chips.multiprocessors(d_out.device), tiles),),
-        d_out, w_box, low.side, low.b, slot_weight, gate_box, up_box, d_pre, act, d_scale,
+        d_out, w_box, scales, low.side, low.b, slot_weight, gate_box, up_box, d_pre, act, d_scale,
         order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
@@ -248,15 +249,15 @@ def dgate(
     if low_rank:
         multiply_a(d_out, low_rank, order, slots // len(d_out))
     form = parse(activation).form
+    turned = None if scale is None else scale.mT
     if tile.warps == ROLES:
         as_it_lies = form == "concatenated"
         if as_it_lies and _on_hopper(
             d_out, down_proj.mT, order, slot_weight, weight_on_input, pre, Made(*made), tile,
-            activation, low_rank,
+            activation, low_rank, turned,
         ):  # fmt: skip
             return made
         tile = portable(product)
-    turned = None if scale is None else scale.mT
     operand = weight_operand(down_proj.mT, turned, tile.bn, tile.bk)  # [E, N = I, K = H]
     low = update_operand(low_rank) if low_rank else NO_UPDATE
     parts = 1 if tile.bn < 64 else 8 if form == "interleaved" else 4

@@ -106,9 +106,16 @@ def _boxes(x: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Any, Any, Any
     return (rows, lines, result) if lawful else None
 
 
-def _stages(bm: int, device: torch.device) -> int:
-    """Number of stages of one tile of rows and two of the weight that fit into shared memory."""
-    return max(1, min(4, (chips.chip(device).shared - 4096) // ((bm + 2 * BLOCK) * BLOCK)))
+def _stages(bm: int, other: int, device: torch.device) -> int:
+    """Number of stages of one tile of rows and two of the weight that fit into shared memory beside
+    `other` bytes."""
+    return max(1, min(4, (chips.chip(device).shared - other) // ((bm + 2 * BLOCK) * BLOCK)))
+
+
+def _beside_stages(results: Tensor | None) -> int:
+    """Bytes of shared memory that the kernel in hopper/ has besides its stages: four boxes
+    [64, 64] by way of which `results` are stored, scales, and barriers."""
+    return 3072 + (0 if results is None else 4 * 64 * 64 * results.itemsize)
 
 
 @functools.lru_cache(1024)
@@ -171,8 +178,9 @@ def fp8_gemm(
         m_max, ends, listed = slots // experts, masked_m, (None,) * 3
         bm = 128 if boxes else 64
         tiles = experts * cdiv(m_max, bm)
+    other = _beside_stages(None if activation else out) if boxes else 4096
     start, width = _prepared(
-        boxes is not None, n, columns, m_max, bm, _stages(bm, x.device), activation,
+        boxes is not None, n, columns, m_max, bm, _stages(bm, other, x.device), activation,
         pre is not None,
     )  # fmt: skip
     count = tiles * cdiv(n // 2 if activation else n, width)

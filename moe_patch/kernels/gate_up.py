@@ -15,14 +15,14 @@ from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed_products
 from .activate import Activated, gate_of, glu
-from .boxes import rows_box, weight_box
+from .boxes import rows_box
 from .grouped_gemm import multiply_a
 from .in_steps import width
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
 from .tiles import ROLES, Product, Tile, choose, plan_of, portable
 from .tiling import dot_precision, launches, load_rows, place
-from .weights import Weight, suffix, weight_dot, weight_operand
+from .weights import BLOCK, Weight, boxed_weight, suffix, weight_dot, weight_operand
 
 
 class Rows(NamedTuple):
@@ -173,6 +173,7 @@ def _on_hopper(
     result: Activated,
     tile: Tile,
     update: LowRank | None,
+    scale: Tensor | None,
 ) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
     act, pre, width, inner = result.act, result.pre, weight.shape[1], result.act.shape[1]
@@ -180,7 +181,9 @@ def _on_hopper(
     by_16_bytes = not (x.stride(0) % 8 or x.data_ptr() % 16)
     if not by_16_bytes or order.block_m != tile.bm:
         return False
-    w_box = weight_box(weight, tile.bn, tile.bk)
+    if scale is not None and inner % BLOCK:  # a block of gates and ups
+        return False
+    w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
     box = functools.partial(rows_box, dtype=x.dtype, shape=act.shape, block=(64, 64))
     act_box = gate_box = up_box = box(act.data_ptr())
     if save_pre:
@@ -199,7 +202,7 @@ def _on_hopper(
     slot_weight = result.slot_weight if result.weight_on_input else act  # which is not read
     start(
         (min(chips.multiprocessors(x.device), tiles),),
-        x, w_box, low.side, low.b, slot_weight, act_box, gate_box, up_box,
+        x, w_box, scales, low.side, low.b, slot_weight, act_box, gate_box, up_box,
         order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
@@ -259,7 +262,7 @@ def gate_up(
     packed = isinstance(weight, Packed)
     if tile.warps == ROLES:  # an ungated product has gemm's tiles
         as_it_lies = bias is None and form == "concatenated"
-        if as_it_lies and _on_hopper(x, weight, order, result, tile, low_rank):
+        if as_it_lies and _on_hopper(x, weight, order, result, tile, low_rank, scale):
             return act, pre
         tile = portable(product)
     turned = form == "concatenated" and not packed and weight.stride(2) != 1

@@ -12,12 +12,12 @@ from torch import Tensor
 from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed_products
-from .boxes import box, rows_box, weight_box
+from .boxes import box, rows_box
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
 from .tiles import ROLES, Product, Tile, choose, plan_of, portable
 from .tiling import dot_precision, launches, load_rows, place
-from .weights import Weight, suffix, weight_dot, weight_operand
+from .weights import Weight, boxed_weight, suffix, weight_dot, weight_operand
 
 
 @triton.jit
@@ -93,13 +93,14 @@ def _on_hopper(
     out: Tensor,
     tile: Tile,
     update: LowRank | None,
+    scale: Tensor | None,
 ) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
     if order.block_m != tile.bm:
         return False
     _, n, k = weight.shape
     x_box = rows_box(x.data_ptr(), x.dtype, (len(x), k), (64, tile.bk), x.stride(0))
-    w_box = weight_box(weight, tile.bn, tile.bk)
+    w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
     out_box = rows_box(out.data_ptr(), out.dtype, (len(out), n), (64, 64))
     low = update_boxes(update, weight, tile.bn)
     if x_box is None or w_box is None or out_box is None or low is None:
@@ -107,7 +108,7 @@ def _on_hopper(
     start = _launch_on_hopper(**plan_of(tile, weight, low.rank))
     programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
     start(
-        (programs,), x_box, w_box, low.side, low.b, out_box, order.taken,
+        (programs,), x_box, w_box, scales, low.side, low.b, out_box, order.taken,
         order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True
@@ -152,7 +153,7 @@ def grouped_gemm(
     tile = choose(*product)
     if tile.warps == ROLES:
         as_it_lies = not (gather or scatter) and bias is None
-        if as_it_lies and _on_hopper(x, weight, order, out, tile, low_rank):
+        if as_it_lies and _on_hopper(x, weight, order, out, tile, low_rank, scale):
             return out
         tile = portable(product)
     operand = weight_operand(weight, scale, tile.bn, tile.bk)

@@ -66,10 +66,14 @@ def step(kernel: str, tile: Tile, itemsize: int) -> int:
 
 def held(kernel: str, tile: Tile, itemsize: int, shared: int) -> int:
     """Return how many of its steps the shared memory holds at a time."""
-    room = shared - 4096
+    room, each = shared - 4096, step(kernel, tile, itemsize)
     if kernel.endswith((W8, W4)):  # widened weights lie beside those that come
-        room -= loaded(kernel, tile) * tile.bk * itemsize
-    return room // step(kernel, tile, itemsize)
+        widened = loaded(kernel, tile) * tile.bk * itemsize
+        if tile.warps == ROLES:  # of each step
+            each += widened
+        else:
+            room -= widened
+    return room // each
 
 
 def fit(kernel: str, tile: Tile, n: int, itemsize: int, shared: int) -> Tile:
@@ -174,7 +178,8 @@ def heuristic(product: Product) -> Tile:
         return portable(product)
     kernel, dtype = product.kernel, product.dtype
     height = 128 if kernel.startswith("dw") else product.bm
-    tile = Tile(height, 128 if kernel == "gate_up" else 256, 64, ROLES, 4, group_m=16)
+    columns = 128 if kernel.startswith("gate_up") else 256
+    tile = Tile(height, columns, 64, ROLES, 4, group_m=16)
     return fit(kernel, tile, product.n, dtype.itemsize, chips.chip(product.device).shared)
 
 
@@ -230,6 +235,7 @@ def _has_roles(product: Product) -> bool:
         return False
     if kernel == "gemm" and bm == 64 and k > 4096:
         return False
+    kernel = kernel.removesuffix(W8)
     columns = {"gate_up": 128, "gemm": 256, "dgate": 256}
     return kernel in columns and n >= columns[kernel]
 
@@ -241,4 +247,5 @@ def plan_of(tile: Tile, weight: Tensor, rank: int) -> dict[str, Any]:
     return {
         "n": n, "k": k, "right_turned": weight.stride(2) == 1, "rank": rank,
         "group_m": tile.group_m, "stages": tile.stages, "listed": tile.bm,
+        "widened": weight.dtype == torch.float8_e4m3fn,
     }  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..formats.packed import Packed
 from . import packed
-from .boxes import box
+from .boxes import box, weight_box
 from .packed import load_packed
 from .tiles import W4, W8
 from .tiling import NO_SCALES, Layout, dot
@@ -67,6 +67,18 @@ def weight_operand(
         boxes, tma = box(weight.transpose(1, 2), (1, bk, bn), begins=begins)
         data = boxes if tma else weight
     return Operand(data, scale, None, None, Layout(*strides, *scales, tma, k_major))
+
+
+def boxed_weight(
+    weight: Tensor, scale: Tensor | None, bn: int, bk: int
+) -> tuple[Any, Tensor | None]:
+    """(boxes [bn, bk] of a logical [E, N, K] weight, or None where they are not lawful; its scales,
+    contiguous as it lies), for a kernel in hopper/."""
+    if scale is None:
+        return weight_box(weight, bn, bk), None
+    by_columns = weight.stride(2) != 1
+    whole = (scale.mT if by_columns else scale).is_contiguous()
+    return weight_box(weight, bn, bk) if whole else None, readable(scale)
 
 
 class Weight(NamedTuple):

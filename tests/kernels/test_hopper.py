@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_patch import kernels
 from moe_patch.kernels import chips, dgate, dw, gate_up, grouped_gemm, tiles
 from moe_patch.kernels.tiles import ROLES, Product, Tile
+from moe_patch.kernels.weights import suffix
 from moe_patch.ops.grouped import sort
 from moe_patch.order import ExpertOrder
 
@@ -54,8 +56,9 @@ def random_order(draw, device, dtype):
     return order, tokens, top_k
 
 
-def random_tile(draw, order, bn):
-    return Tile(order.block_m, bn, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 16)))
+def random_tile(draw, order, bn, scale=None):
+    stages = draw.choice((2, 3, 4) if scale is None else (2, 3))
+    return Tile(order.block_m, bn, 64, ROLES, stages, draw.choice((1, 2, 16)))
 
 
 def random_reduction(draw):
@@ -69,8 +72,23 @@ def with_slack(draw, rows, columns, dtype, device):
     return torch.randn(rows, columns + slack, device=device).to(dtype)[:, :columns]
 
 
+def drawn_bytes(draw, weight):
+    """A weight [E, N, K] or its e4m3, the scales of that or None, and what they stand for."""
+    if draw.random() < 0.5 or any(size % 16 for size in weight.shape[1:]):
+        return weight, None, weight
+    by_columns = weight.stride(2) != 1
+    lying = weight.mT if by_columns else weight
+    experts, lines, columns = lying.shape
+    scale = torch.rand(experts, -(-lines // 128), -(-columns // 128), device=weight.device) * 0.3
+    if draw.random() < 0.3:
+        scale = scale.to(torch.float8_e8m0fnu)
+    narrow = lying.to(torch.float8_e4m3fn)
+    wide = kernels.dequantize.dequantize(narrow, scale, torch.empty_like(lying))
+    return tuple(each.mT if by_columns else each for each in (narrow, scale, wide))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(24))
+@pytest.mark.parametrize("number", range(32))
 def test_grouped_gemm(number, hopper, ours):
     draw, dtype = random.Random(number), HALVES[number % 2]
     torch.manual_seed(number)
@@ -82,24 +100,25 @@ def test_grouped_gemm(number, hopper, ours):
     weight = torch.randn(experts, n, k, device=hopper).to(dtype)
     if n_major:
         weight = weight.mT.contiguous().mT
-    tile = random_tile(draw, order, 256)
+    weight, scale, wide = drawn_bytes(draw, weight)
+    tile = random_tile(draw, order, 256, scale)
 
-    def product(tile):
+    def product(tile, weight, scale):
         out = torch.full((slots, n), 7.0, device=hopper, dtype=dtype)
-        with tiles.forced("gemm", tile):
-            return grouped_gemm.grouped_gemm(x, weight, order, out=out)
+        with tiles.forced("gemm" + suffix(weight, scale), tile):
+            return grouped_gemm.grouped_gemm(x, weight, order, out=out, scale=scale)
 
-    expected = product(replace(tile, warps=8, stages=3))
+    expected = product(replace(tile, warps=8, stages=3), wide, None)
     assert not ours
     for _ in range(3):
-        assert torch.equal(product(tile), expected)
+        assert torch.equal(product(tile, weight, scale), expected)
     assert ours == [True] * 3
     used = int(order.expert_offsets[-1])
     assert bool((expected[used:] == 7).all())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(24))
+@pytest.mark.parametrize("number", range(32))
 def test_gate_up(number, hopper, ours):
     """The bits of the kernel for every chip: ragged tiles, clamps, weights on the input."""
     draw, dtype = random.Random(number), HALVES[number % 2]
@@ -108,6 +127,7 @@ def test_gate_up(number, hopper, ours):
     experts, slots = order.expert_offsets.numel() - 1, tokens * top_k
     inner, k = 8 * draw.randint(16, 80), random_reduction(draw)
     x = with_slack(draw, tokens, k, dtype, hopper)
+    inner = draw.choice((inner, 128 * draw.randint(1, 5)))
     weight = torch.randn(experts, 2 * inner, k, device=hopper).to(dtype) * 0.1
     if draw.random() < 0.5:
         weight = weight.mT.contiguous().mT
@@ -117,19 +137,20 @@ def test_gate_up(number, hopper, ours):
         "save_pre": draw.random() < 0.7,
         "activation": draw.choice(("silu", "gelu_tanh", "silu 7.0 1.702 1.0 concatenated")),
     }
-    tile = random_tile(draw, order, 128)
+    weight, scale, wide = drawn_bytes(draw, weight) if inner % 128 == 0 else (weight, None, weight)
+    tile = random_tile(draw, order, 128, scale)
 
-    def product(tile):
+    def product(tile, weight, scale):
         made = torch.full((slots, inner), 7.0, device=hopper, dtype=dtype)
         pre = torch.full((slots, 2 * inner), 7.0, device=hopper, dtype=dtype)
         into = made, pre if how["save_pre"] else pre[:0]
-        with tiles.forced("gate_up", tile):
-            return gate_up.gate_up(x, weight, order, slot_weight, **how, into=into)
+        with tiles.forced("gate_up" + suffix(weight, scale), tile):
+            return gate_up.gate_up(x, weight, order, slot_weight, **how, into=into, scale=scale)
 
-    expected = product(replace(tile, warps=8, stages=3))
+    expected = product(replace(tile, warps=8, stages=3), wide, None)
     assert not ours
     for _ in range(3):
-        for mine, other in zip(product(tile), expected, strict=True):
+        for mine, other in zip(product(tile, weight, scale), expected, strict=True):
             assert torch.equal(mine, other)
     assert ours == [True] * 3
     used = int(order.expert_offsets[-1])
@@ -137,7 +158,7 @@ def test_gate_up(number, hopper, ours):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(32))
+@pytest.mark.parametrize("number", range(40))
 def test_dgate(number, hopper, ours):
     """The bits of the kernel for every chip, parts of the sums included; a neighbour's NaN, and
     what a dropped slot's rows hold, go nowhere."""
@@ -159,18 +180,21 @@ def test_dgate(number, hopper, ours):
         "weight_on_input": draw.random() < 0.3,
         "activation": draw.choice(("silu", "gelu_tanh", "silu 7.0 1.702 1.0 concatenated")),
     }
-    tile = random_tile(draw, order, 256)
+    down, scale, wide = drawn_bytes(draw, down)
+    tile = random_tile(draw, order, 256, scale)
 
-    def gradients(tile):
+    def gradients(tile, down=down, scale=scale):
         sizes = (2 * inner, dtype), (inner, dtype), (-(-inner // 256), torch.float32)
         into = tuple(
             torch.full((slots if needed else 0, size), 7.0, device=hopper, dtype=kind)
             for needed, (size, kind) in zip(need.values(), sizes, strict=True)
         )
-        with tiles.forced("dgate", tile):
-            return dgate.dgate(d_out, down, order, slot_weight, pre, **how, **need, into=into)
+        with tiles.forced("dgate" + suffix(down, scale), tile):
+            return dgate.dgate(
+                d_out, down, order, slot_weight, pre, **how, **need, into=into, scale=scale
+            )
 
-    expected = gradients(replace(tile, warps=8, stages=3))
+    expected = gradients(replace(tile, warps=8, stages=3), wide, None)
     assert not ours
     for _ in range(3):
         for mine, other in zip(gradients(tile), expected, strict=True):
@@ -309,6 +333,10 @@ def test_forms_of_a_weight_gradient(m, rows, form):
         ("dgate", 64, 128, 2048, 7168, torch.bfloat16, True),
         ("dgate", 64, 32, 768, 2048, torch.bfloat16, False),
         ("dgate", 128, 1024, 128, 2048, torch.bfloat16, False),
+        ("gate_up_w8", 128, 256, 2048, 7168, torch.bfloat16, True),
+        ("gemm_w8", 64, 64, 768, 2048, torch.bfloat16, True),
+        ("dgate_w8", 128, 256, 768, 2048, torch.float16, True),
+        ("dgate_w8", 32, 16, 768, 2048, torch.bfloat16, False),
         ("gate_up_w4", 128, 1024, 768, 2048, torch.bfloat16, False),
     ],
 )

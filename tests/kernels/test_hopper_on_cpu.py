@@ -81,6 +81,24 @@ def drawn_weight(draw, *size):
     return weight.mT.contiguous().mT if draw.random() < 0.5 else weight
 
 
+def drawn_bytes(draw, weight):
+    """(the weight or its e4m3, its scales or None, what that stands for)."""
+    if draw.random() < 0.5 or any(size % 16 for size in weight.shape[1:]):
+        return weight, None, weight
+    experts, *size = weight.shape
+    scale = torch.rand(experts, *(-(-n // 128) for n in size)) * 3
+    narrow = weight.to(torch.float8_e4m3fn)  # keeps its strides
+    if weight.stride(2) != 1:
+        scale = scale.mT.contiguous().mT
+    wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, : size[0], : size[1]]
+    return narrow, scale, (narrow.float() * wide).to(DTYPE)
+
+
+def drawn_tile(draw, listed, columns, scale, stages=None):
+    fit = (2, 3, 4) if scale is None else (2, 3)
+    return Tile(listed, columns, 64, ROLES, stages or draw.choice(fit), draw.choice((1, 2, 8)))
+
+
 def drawn_update(draw, rows, n, k):
     """A low-rank update of weights [E, N, K], whose `side` is computed already, or None."""
     if draw.random() < 0.5:
@@ -114,13 +132,14 @@ def gemm(seed, stages=None):
     rows = Rows(draw, listed)
     n, k = 8 * draw.randint(32, 80), 64 * draw.choice((4, 5, 6, 35))
     x, weight = torch.randn(rows.slots, k).to(DTYPE), drawn_weight(draw, rows.experts, n, k)
+    weight, scale, wide = drawn_bytes(draw, weight)
     out = torch.full((rows.slots, n), 7.0, dtype=DTYPE)
-    tile = Tile(listed, 256, 64, ROLES, stages or draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
+    tile = drawn_tile(draw, listed, 256, scale, stages)
     update = drawn_update(draw, rows, n, k)
     with on_cpu(seed) as names:
-        assert grouped_gemm._on_hopper(x, weight, rows.order, out, tile, update)
+        assert grouped_gemm._on_hopper(x, weight, rows.order, out, tile, update, scale)
     assert names == ["gemm_hopper_kernel"]
-    return out, updated(rows, x[: rows.used], weight, update), rows
+    return out, updated(rows, x[: rows.used], wide, update), rows
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -142,7 +161,7 @@ def test_a_rank_that_no_box_takes_is_left(rank, turned):
     weight = weight if turned else weight.mT
     with on_cpu() as names:
         tile, update = Tile(128, 256, 64, ROLES, 4), LowRank(a, b, side)
-        assert not grouped_gemm._on_hopper(x, weight, rows.order, x.clone(), tile, update)
+        assert not grouped_gemm._on_hopper(x, weight, rows.order, x.clone(), tile, update, None)
     assert not names
 
 
@@ -153,19 +172,21 @@ def test_gate_up(seed):
     rows = Rows(draw, listed)
     inner, k = 8 * draw.randint(16, 40), 64 * draw.choice((4, 5, 6, 35))
     x = torch.randn(rows.tokens, k).to(DTYPE)
+    inner = draw.choice((inner, 128 * draw.randint(1, 2)))
     weight = drawn_weight(draw, rows.experts, 2 * inner, k)
+    weight, scale, wide = drawn_bytes(draw, weight) if inner % 128 == 0 else (weight, None, weight)
     update = drawn_update(draw, rows, 2 * inner, k)
     keep, on_input = draw.random() < 0.7, draw.random() < 0.4
     act = torch.full((rows.slots, inner), 7.0, dtype=DTYPE)
     pre = torch.full((rows.slots if keep else 0, 2 * inner), 7.0, dtype=DTYPE)
     by = torch.rand(rows.tokens, rows.top_k)
     activation = draw.choice(("silu None 1.0 0.0 concatenated", "silu 7.0 1.702 1.0 concatenated"))
-    tile = Tile(listed, 128, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
+    tile = drawn_tile(draw, listed, 128, scale)
     with on_cpu(seed) as names:
         result = Activated(act, pre, None, by, on_input, activation, False)
-        assert gate_up._on_hopper(x, weight, rows.order, result, tile, update)
+        assert gate_up._on_hopper(x, weight, rows.order, result, tile, update, scale)
     assert names == ["gate_up_hopper_kernel"]
-    truth = updated(rows, x[rows.slot // rows.top_k], weight, update)
+    truth = updated(rows, x[rows.slot // rows.top_k], wide, update)
     assert not keep or close(pre[: rows.used], truth)
     if on_input:
         truth *= by.flatten()[rows.slot, None].double()
@@ -234,7 +255,7 @@ def test_dgate(seed):
     rows = Rows(draw, listed)
     inner, hidden = 8 * draw.randint(32, 70), 64 * draw.choice((4, 5, 6, 35))
     d_out = torch.randn(rows.tokens, hidden).to(DTYPE)
-    weight = drawn_weight(draw, rows.experts, inner, hidden)
+    weight, scales, wide = drawn_bytes(draw, drawn_weight(draw, rows.experts, inner, hidden))
     update = drawn_update(draw, rows, inner, hidden)
     pre = torch.randn(rows.slots, 2 * inner).to(DTYPE)
     by, on_input = torch.rand(rows.tokens, rows.top_k), draw.random() < 0.4
@@ -246,13 +267,13 @@ def test_dgate(seed):
         torch.full((rows.slots, inner), 7.0, dtype=DTYPE),
         torch.full((rows.slots, -(-inner // 256)), 7.0),
     )
-    tile = Tile(listed, 256, 64, ROLES, draw.choice((2, 3, 4)), draw.choice((1, 2, 8)))
+    tile = drawn_tile(draw, listed, 256, scales)
     with on_cpu(seed) as names:
         assert dgate._on_hopper(
-            d_out, weight, rows.order, by, on_input, pre, made, tile, activation, update
+            d_out, weight, rows.order, by, on_input, pre, made, tile, activation, update, scales
         )
     assert names == ["dgate_hopper_kernel"]
-    d_act = updated(rows, d_out[rows.slot // rows.top_k], weight, update)
+    d_act = updated(rows, d_out[rows.slot // rows.top_k], wide, update)
     scale = by.flatten()[rows.slot, None].double().requires_grad_()
     x = before[: rows.used].double().requires_grad_()
     act = reference.glu(x * scale, activation) if on_input else reference.glu(x, activation) * scale
@@ -278,7 +299,9 @@ def test_fp8(monkeypatch, masked, activated, seed):
     draw = random.Random(4 * seed + 2 * masked + activated)
     torch.manual_seed(0)
     experts, k, n = 3, 384, 512 if activated else draw.choice((296, 424))
+    hopper = chips.nvidia(90, 232_448)
     monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_gemm.chips, "chip", lambda device: hopper)
     monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: 1 + seed)
     ptx_on_cpu.known()
     if masked:
@@ -291,10 +314,11 @@ def test_fp8(monkeypatch, masked, activated, seed):
     weight, scale = reference.quantize_weight(torch.randn(experts, n, k))
     how = {"masked_m": counts} if masked else {"order": order}
     pre = torch.full((slots, n), 7.0, dtype=torch.bfloat16) if activated else None
+    kind = (torch.bfloat16, torch.float32)[seed % 2]
+    out = None if activated else torch.full((slots, n), 7.0, dtype=kind)
+    act = "silu" if activated else None
     with on_cpu(5 + seed) as names:
-        out, _ = fp8_gemm.fp8_gemm(
-            x, x_scale, weight, scale, pre=pre, activation="silu" if activated else None, **how
-        )
+        fp8_gemm.fp8_gemm(x, x_scale, weight, scale, pre=pre, out=out, activation=act, **how)
     assert names == ["fp8_hopper_kernel"]
     if masked:
         parts = [(e, slice(200 * e, 200 * e + count)) for e, count in enumerate(counts.tolist())]

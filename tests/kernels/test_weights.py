@@ -195,6 +195,7 @@ def test_backward_of_a_few_experts_at_a_time(device, size, dtype, scale_dtype, m
     """As where each has hundreds of rows."""
     _, hidden, inner, experts, _ = size
     monkeypatch.setattr(dequantize, "ROWS", 1)
+    monkeypatch.setattr(dequantize, "ROWS_ON_HOPPER", 1)
     monkeypatch.setattr(dequantize, "BYTES", 2 * hidden * inner * dtype.itemsize)
     widened, original = [], dequantize.dequantize
 

@@ -20,6 +20,8 @@ class Task:
         self.may_go: Callable[[], bool] = lambda: True
         self.doing, self.done = "begins", False
         self.error: BaseException | None = None
+        self.shared = 0
+        """Bytes of shared memory that it has allocated."""
         self.groups: list[list[Callable[[], None]]] = [[]]
         """Copies by cp.async that are not known to have arrived, by commits."""
         self.stores: list[Callable[[], None]] = []

@@ -40,6 +40,8 @@ NAMES = {
     )
 }  # fmt: skip
 NAMES[torch.float8_e4m3fn] = tl.float8e4nv
+SHARED = 232_448
+"""Bytes of shared memory that a program has on Hopper."""
 DTYPES = {found.name: dtype for dtype, found in NAMES.items()} | {"int1": torch.bool}
 DTYPES |= {"uint16": torch.int16, "uint32": torch.int32}  # bits
 
@@ -363,6 +365,8 @@ def _allocate(dtype: Any, shape: Any, layout: Any) -> Any:
         return Barriers(int(shape[0]))
     kind = DTYPES[dtype.name]
     v = torch.empty([int(n) for n in shape], dtype=kind)
+    here().shared += v.numel() * v.element_size()
+    assert here().shared <= SHARED, f"{here().shared} bytes of shared memory"
     _bits(v).fill_(float("nan") if _bits(v).dtype.is_floating_point else 0x7F)
     return Shared(v)
 

@@ -18,10 +18,12 @@ from ...compat import gluon_load
 from ..activate import through_gate
 from .gather import Gathered, find_tokens, gather_rows, tokens_of
 from .producer import bring_weight, produce
-from .ring import BK, multiply, pass_over, ring_of, steps_of
+from .ring import bytes_of_weight, multiply, pass_over, ring_of, steps_of
+from .roles import run
 from .stores import in_halves
 from .turns import column_tiles, tiles_of, told, turns_of
 from .update import Update, bring_update
+from .widening import widen
 
 async_load = gluon_load()
 
@@ -49,6 +51,7 @@ class Plan(NamedTuple):
     parts: int = 2
     rank: int = 0
     """Rank of a low-rank update; 0: there is none."""
+    widened: bool = False
     left_turned: bool = False
     copied: bool = True
 
@@ -110,7 +113,7 @@ def _staged(dtype: gl.constexpr):
 
 @gluon.jit
 def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
-    mbarrier.expect(ring.full.index(stage), PLAN.bn * BK * 2)
+    mbarrier.expect(ring.full.index(stage), bytes_of_weight(PLAN))
     bring_weight(operands.w, ring, stage, place, k, PLAN)
     gather_rows(operands, ring, stage, turn, k, PARTS, PLAN)
 
@@ -118,6 +121,11 @@ def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.
 @gluon.jit
 def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
     produce(operands, update, tiles, ring, turns, find_tokens, _bring, bring_update, PLAN)
+
+
+@gluon.jit
+def _widen(scales, ring, turns, PLAN: gl.constexpr):
+    widen(scales, ring, turns, PLAN.bn, PLAN.bn // 2, PLAN)
 
 
 @gluon.jit
@@ -245,7 +253,7 @@ def _consume(
 
 @gluon.jit
 def dgate_hopper_kernel(
-    x, w, side, b, slot_weight, gate_box, up_box, d_pre, act, d_scale, taken,
+    x, w, scales, side, b, slot_weight, gate_box, up_box, d_pre, act, d_scale, taken,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
@@ -257,12 +265,10 @@ def dgate_hopper_kernel(
     upper, lower = _staged(x.dtype.element_ty), _staged(x.dtype.element_ty)
     tensors = Tensors(slot_weight, gate_box, up_box, d_pre, act, d_scale)
     operands = Gathered(x, w, row_to_slot, tokens_of(PLAN))
-    gl.warp_specialize(
-        [
-            (_consume, (tensors, upper, row_to_slot, ring, turns, 0, PLAN, GATE)),
-            (_consume, (tensors, lower, row_to_slot, ring, turns, 1, PLAN, GATE)),
-            (_produce, (operands, Update(side, b), tiles, ring, turns, PLAN)),
-        ],
-        [4, 4],
-        [232, 40],
-    )
+    run(
+        (tensors, upper, row_to_slot, ring, turns, 0, PLAN, GATE),
+        (tensors, lower, row_to_slot, ring, turns, 1, PLAN, GATE),
+        (operands, Update(side, b), tiles, ring, turns, PLAN),
+        (scales, ring, turns, PLAN),
+        _consume, _produce, _widen, (232, 40), PLAN,
+    )  # fmt: skip

@@ -16,10 +16,21 @@ from ...compat import gluon_load
 from ..activate import glu
 from .gather import Gathered, find_tokens, gather_rows, tokens_of
 from .producer import produce
-from .ring import BK, multiply_beside, pass_over, ring_of, steps_of, sums_of
+from .ring import (
+    BK,
+    bytes_of_weight,
+    expect_weight,
+    multiply_beside,
+    pass_over,
+    ring_of,
+    steps_of,
+    sums_of,
+)
+from .roles import run
 from .stores import in_halves, rounded, staged_for, store_box
 from .turns import tiles_of, told, turns_of
 from .update import Update, bring_b, bring_side
+from .widening import widen
 
 async_load = gluon_load()
 WIDTH = gl.constexpr(128)
@@ -47,6 +58,7 @@ class Plan(NamedTuple):
     parts: int = 2
     rank: int = 0
     """Rank of a low-rank update; 0: there is none."""
+    widened: bool = False
     left_turned: bool = False
     copied: bool = True
 
@@ -64,16 +76,17 @@ class Result(NamedTuple):
 @gluon.jit
 def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
     INNER: gl.constexpr = PLAN.n // 2
-    full, right, n = ring.full.index(stage), ring.right.index(stage), place.column * WIDTH
-    mbarrier.expect(full, PLAN.bn * BK * 2)
+    n = place.column * WIDTH
+    mbarrier.expect(ring.full.index(stage), bytes_of_weight(PLAN))
+    come, right = expect_weight(ring, stage, PLAN)
     if PLAN.right_turned:
         row = place.expert * PLAN.n + n
-        async_load(operands.w, [row, k], full, right.slice(0, WIDTH, dim=0))
-        async_load(operands.w, [row + INNER, k], full, right.slice(WIDTH, WIDTH, dim=0))
+        async_load(operands.w, [row, k], come, right.slice(0, WIDTH, dim=0))
+        async_load(operands.w, [row + INNER, k], come, right.slice(WIDTH, WIDTH, dim=0))
     else:
         row = place.expert * PLAN.k + k
-        async_load(operands.w, [row, n], full, right.slice(0, WIDTH, dim=1))
-        async_load(operands.w, [row, n + INNER], full, right.slice(WIDTH, WIDTH, dim=1))
+        async_load(operands.w, [row, n], come, right.slice(0, WIDTH, dim=1))
+        async_load(operands.w, [row, n + INNER], come, right.slice(WIDTH, WIDTH, dim=1))
     gather_rows(operands, ring, stage, turn, k, PARTS, PLAN)
 
 
@@ -93,6 +106,11 @@ def _bring_update(update, ring, stage, turn, place, r, PARTS: gl.constexpr, PLAN
 @gluon.jit
 def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
     produce(operands, update, tiles, ring, turns, find_tokens, _bring, _bring_update, PLAN)
+
+
+@gluon.jit
+def _widen(scales, ring, turns, PLAN: gl.constexpr):
+    widen(scales, ring, turns, WIDTH, PLAN.n // 2, PLAN)
 
 
 class Waiting(NamedTuple):
@@ -195,7 +213,7 @@ def _consume(
 
 @gluon.jit
 def gate_up_hopper_kernel(
-    x, w, side, b, slot_weight, act, gate, up, taken,
+    x, w, scales, side, b, slot_weight, act, gate, up, taken,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
@@ -207,12 +225,10 @@ def gate_up_hopper_kernel(
     staged = staged_for(act.dtype, PLAN)
     result = Result(act, gate, up, staged)
     operands = Gathered(x, w, row_to_slot, tokens_of(PLAN))
-    gl.warp_specialize(
-        [
-            (_consume, (result, slot_weight, row_to_slot, ring, turns, 0, PLAN, GATE)),
-            (_consume, (result, slot_weight, row_to_slot, ring, turns, 1, PLAN, GATE)),
-            (_produce, (operands, Update(side, b), tiles, ring, turns, PLAN)),
-        ],
-        [4, 4],
-        [224, 56],
-    )
+    run(
+        (result, slot_weight, row_to_slot, ring, turns, 0, PLAN, GATE),
+        (result, slot_weight, row_to_slot, ring, turns, 1, PLAN, GATE),
+        (operands, Update(side, b), tiles, ring, turns, PLAN),
+        (scales, ring, turns, PLAN),
+        _consume, _produce, _widen, (224, 56), PLAN,
+    )  # fmt: skip

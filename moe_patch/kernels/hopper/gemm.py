@@ -15,11 +15,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .producer import bring_weight, find_nothing, produce
-from .ring import BK, multiply_beside, pass_over, ring_of, steps_of, sums_of
+from .ring import BK, bytes_of_weight, multiply_beside, pass_over, ring_of, steps_of, sums_of
+from .roles import run
 from .rows import load_rows
 from .stores import Waiting, Writer, rounded, staged_for, write_quarter
 from .turns import tiles_of, told, turns_of
 from .update import Update, bring_update
+from .widening import widen
 
 
 class Plan(NamedTuple):
@@ -38,6 +40,7 @@ class Plan(NamedTuple):
     parts: int = 2
     rank: int = 0
     """Rank of a low-rank update; 0: there is none."""
+    widened: bool = False
     left_turned: bool = False
     copied: bool = False
 
@@ -52,7 +55,7 @@ class Operands(NamedTuple):
 @gluon.jit
 def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
     full = ring.full.index(stage)
-    mbarrier.expect(full, (PLAN.bn + 64 * PARTS) * BK * 2)
+    mbarrier.expect(full, bytes_of_weight(PLAN) + 64 * PARTS * BK * 2)
     bring_weight(operands.w, ring, stage, place, k, PLAN)
     for part in gl.static_range(PARTS):
         left = ring.left.index(PLAN.parts * stage + part)
@@ -62,6 +65,11 @@ def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.
 @gluon.jit
 def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
     produce(operands, update, tiles, ring, turns, find_nothing, _bring, bring_update, PLAN)
+
+
+@gluon.jit
+def _widen(scales, ring, turns, PLAN: gl.constexpr):
+    widen(scales, ring, turns, PLAN.bn, PLAN.bn // 2, PLAN)
 
 
 @gluon.jit
@@ -89,7 +97,7 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def gemm_hopper_kernel(
-    x, w, side, b, out, taken, expert_offsets, tile_expert, tile_row, num_tiles,
+    x, w, scales, side, b, out, taken, expert_offsets, tile_expert, tile_row, num_tiles,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """x [S, K] and out [S, N] as boxes of rows, [64, 64]; w as boxes [256, 64] of [E * N, K] or
@@ -98,12 +106,10 @@ def gemm_hopper_kernel(
     tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     ring, turns = ring_of(out.dtype, PLAN), turns_of(taken, PLAN)
     staged = staged_for(out.dtype, PLAN)
-    gl.warp_specialize(
-        [
-            (_consume, (out, staged, ring, turns, 0, PLAN)),
-            (_consume, (out, staged, ring, turns, 1, PLAN)),
-            (_produce, (Operands(x, w), Update(side, b), tiles, ring, turns, PLAN)),
-        ],
-        [4, 4],
-        [224, 56],
-    )
+    run(
+        (out, staged, ring, turns, 0, PLAN),
+        (out, staged, ring, turns, 1, PLAN),
+        (Operands(x, w), Update(side, b), tiles, ring, turns, PLAN),
+        (scales, ring, turns, PLAN),
+        _consume, _produce, _widen, (224, 56), PLAN,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...compat import gluon_load
-from .ring import step_of, wait_empty
+from .ring import expect_weight, step_of, wait_empty
 from .turns import following, is_long, leave, own, tell
 
 async_load = gluon_load()
@@ -19,11 +19,12 @@ async_load = gluon_load()
 @gluon.jit
 def bring_weight(w, ring, stage, place, k, PLAN: gl.constexpr):
     """Begins to load a step of a weight in one box."""
-    full, right, n = ring.full.index(stage), ring.right.index(stage), place.column * PLAN.bn
+    come, right = expect_weight(ring, stage, PLAN)
+    n = place.column * PLAN.bn
     if PLAN.right_turned:
-        async_load(w, [place.expert * PLAN.n + n, k], full, right)
+        async_load(w, [place.expert * PLAN.n + n, k], come, right)
     else:
-        async_load(w, [place.expert * PLAN.k + k, n], full, right)
+        async_load(w, [place.expert * PLAN.k + k, n], come, right)
 
 
 @gluon.jit

@@ -8,7 +8,8 @@ A PLAN, the sizes of a product as one constant, says how a ring lies: `bm` and `
 columns of a tile; `parts`, how many the rows are in; `left_turned`, parts [64, bm / parts] instead
 of [bm / parts, 64]; `right_turned`, [bn, 64] instead of [64, bn]; `copied`, some of it comes by
 cp.async; and `stages`. Where `producer` fills the ring it also has the sizes of a weight, `n` and
-`k`, and the `rank` of its update.
+`k`, the `rank` of its update, and whether it is `widened`: it has 8 bits, and `widening` fills the
+right operand.
 """
 
 from __future__ import annotations
@@ -38,10 +39,35 @@ class Ring(NamedTuple):
     empty: Any
 
 
+class WidenedRing(NamedTuple):
+    """A Ring whose right operand comes as bytes."""
+
+    left: Any
+    right: Any
+    full: Any
+    empty: Any
+    raw: Any
+    """The bytes of each stage's right operand."""
+    come: Any
+    """Barriers that say that a stage's bytes are there."""
+
+
 @gluon.constexpr_function
 def step_of(plan):
     """Part of the reduction that a stage holds: 64, if the plan says nothing else."""
     return getattr(plan, "bk", 64)
+
+
+@gluon.constexpr_function
+def is_widened(plan):
+    """Whether the weight has 8 bits."""
+    return getattr(plan, "widened", False)
+
+
+@gluon.constexpr_function
+def bytes_of_weight(plan):
+    """Bytes of a step's right operand that come by themselves."""
+    return 0 if plan.widened else 2 * plan.bn * 64
 
 
 @gluon.constexpr_function
@@ -66,7 +92,8 @@ def barriers_of(ARRIVALS: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def with_barriers(left, right, PLAN: gl.constexpr):
     """A Ring of this memory, with its barriers ready."""
-    full, empty = barriers_of(1 + PRODUCERS if PLAN.copied else 1, PLAN)
+    ARRIVALS: gl.constexpr = (1 + PRODUCERS if PLAN.copied else 1) + is_widened(PLAN)
+    full, empty = barriers_of(ARRIVALS, PLAN)
     return Ring(left, right, full, empty)
 
 
@@ -86,7 +113,33 @@ def ring_of(dtype: gl.constexpr, PLAN: gl.constexpr):
         right = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], layout)
     else:
         right = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], layout)
-    return with_barriers(left, right, PLAN)
+    ring = with_barriers(left, right, PLAN)
+    if is_widened(PLAN):
+        return _widened(ring, PLAN)
+    else:
+        return ring
+
+
+@gluon.jit
+def _widened(ring, PLAN: gl.constexpr):
+    STAGES: gl.constexpr = PLAN.stages
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(64 if PLAN.right_turned else 128, 8, 2)
+    raw = gl.allocate_shared_memory(gl.float8e4nv, ring.right.shape, swizzled)
+    come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(come.index(stage), count=1)
+    return WidenedRing(ring.left, ring.right, ring.full, ring.empty, raw, come)
+
+
+@gluon.jit
+def expect_weight(ring, stage, PLAN: gl.constexpr):
+    """(the barrier at which a step's right operand arrives, its memory), for the producer, which
+    then brings it."""
+    if is_widened(PLAN):
+        mbarrier.expect(ring.come.index(stage), PLAN.bn * BK)
+        return ring.come.index(stage), ring.raw.index(stage)
+    else:
+        return ring.full.index(stage), ring.right.index(stage)
 
 
 @gluon.jit
@@ -132,7 +185,7 @@ def sums_of(PLAN: gl.constexpr):
     """Zeros [bm / parts, bn], as sums lie in a warpgroup's registers."""
     BN: gl.constexpr = PLAN.bn
     # four warpgroups begin with 128 registers each, too few for an instruction with 256 columns
-    WIDTH: gl.constexpr = 128 if PLAN.parts == 3 else BN
+    WIDTH: gl.constexpr = 128 if PLAN.parts == 3 or is_widened(PLAN) else BN
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     return gl.zeros([PLAN.bm // PLAN.parts, BN], gl.float32, layout)
 

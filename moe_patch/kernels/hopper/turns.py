@@ -62,7 +62,7 @@ def column_tiles(plan):
 @gluon.constexpr_function
 def _listeners(plan):
     """How many are told: those that multiply, and whoever else the plan names."""
-    return getattr(plan, "listeners", plan.parts)
+    return getattr(plan, "listeners", plan.parts + getattr(plan, "widened", False))
 
 
 @gluon.constexpr_function

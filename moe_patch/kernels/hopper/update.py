@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...compat import gluon_load
-from .ring import BK
+from .ring import BK, is_widened
 from .rows import load_rows
 
 async_load = gluon_load()
@@ -39,6 +39,8 @@ def bring_side(update, ring, stage, place, r, PARTS: gl.constexpr, PLAN: gl.cons
     for part in gl.static_range(PARTS):
         left = ring.left.index(PLAN.parts * stage + part)
         load_rows(update.side, place.first + 64 * part, place.end, r, full, left)
+    if is_widened(PLAN):  # there is nothing to widen
+        mbarrier.arrive(ring.come.index(stage), count=1)
     if PLAN.copied:  # each thread of the producer says so
         async_copy.mbarrier_arrive(full, increment_count=False)
 
