@@ -15,11 +15,21 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from ...compat import gluon_copy, gluon_load
 from ..activate import glu
-from .fp8_sums import BLOCK, LANES, close_section, multiply, open_section, ring_of
+from .fp8_sums import (
+    BLOCK,
+    LANES,
+    begin,
+    close_section,
+    multiply,
+    no_product,
+    open_section,
+    ring_of,
+    tile_of,
+)
 from .producer import find_nothing, produce
 from .ring import pass_over, wait_empty
 from .stores import in_halves, staged_for, store, store_box
@@ -136,35 +146,39 @@ def _consume(
     STEPS: gl.constexpr = (PLAN.k + BLOCK - 1) // BLOCK
     step, turn = 0, 0
     open_section(ME)
-    _, first, end, column = told(turns, 0)
-    while end > 0:
-        both = (end - first > 64).to(gl.int32)
-        first += ME * 64
-        steps = gl.where(first < end, STEPS, 0)
-        left, right = multiply(ring, step, steps, both, ME, PLAN)
-        if first < end:
-            _written(left, right, result, first, end, column, ME, PLAN, GATE, SAVE_PRE)
+    tile = tile_of(turns, 0, ME)
+    running = begin(ring, 0, tile, no_product(), ME, PLAN)
+    while tile.end > 0:
+        steps = gl.where(tile.mine, STEPS, 0)
+        left, right, after, running = multiply(
+            ring, step, steps, tile, running, turns, turn, ME, PLAN
+        )
+        if tile.mine:
+            _written(left, right, result, tile, ME, PLAN, GATE, SAVE_PRE)
         else:
             pass_over(ring, step, STEPS, PLAN)
+            after = tile_of(turns, turn + 1, ME)
+            running = begin(ring, step + STEPS, after, running.product, ME, PLAN)
+        tile = after
         step += STEPS
         turn += 1
-        _, first, end, column = told(turns, turn)
+    warpgroup_mma_wait(0, deps=[running.product])
     close_section(ME)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _written(
-    left, right, result, first, end, column,
+    left, right, result, tile,
     ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
-    """Writes a warpgroup's sums to rows `first` ... up to row `end`."""
-    n = column * PLAN.bn
+    """Writes a warpgroup's sums."""
+    first, end, n = tile.first, tile.end, tile.column * PLAN.bn
     if SAVE_PRE:
         store(left, result.pre, first, end, n, PLAN.n, PLAN.lines)
         store(right, result.pre, first, end, n + PLAN.shift, PLAN.lines, PLAN.lines)
     if GATE is not None:
-        _activated(left, right, result, first, end, column, PLAN.n, GATE)
+        _activated(left, right, result, tile, PLAN.n, GATE)
     else:
         quarters = in_halves(left) + in_halves(right)
         for i in gl.static_range(4):
@@ -172,11 +186,10 @@ def _written(
 
 
 @gluon.jit
-def _activated(
-    gate, up, result, first, end, column, I: gl.constexpr, GATE: gl.constexpr
-):  # fmt: skip
+def _activated(gate, up, result, tile, I: gl.constexpr, GATE: gl.constexpr):
     """Activates, quantises each row's 128 columns, and stores both."""
-    rows = first + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
+    end, column = tile.end, tile.column
+    rows = tile.first + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
     n = column * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, gate.type.layout))
     value, _, _ = glu(gate, up, GATE)
     if I % BLOCK != 0:

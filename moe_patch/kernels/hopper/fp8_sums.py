@@ -4,7 +4,8 @@ scaled and added to the tile's, 64 rows by two column parts of 128 for each warp
 Sums leave a warpgroup registers for one product, and while it adds that (promotes it), its next one
 cannot begin. The tensor cores are at work all the time if the other warpgroup's product runs then.
 So the two take turns, and between a warpgroup's products lie its additions and nothing else: it
-releases the stage before, waits for the next and reads its scales while products run.
+releases the stage before, waits for the next, reads its scales and is told the next tile while
+products run. That tile's first product is begun before this one's sums are written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .ring import barriers_of, wait_full
+from .turns import told
+
+
+class Tile(NamedTuple):
+    """A Place, for a warpgroup that has 64 of its rows."""
+
+    first: Any
+    """The first of them."""
+    end: Any
+    column: Any
+    mine: Any
+    """Whether there are any."""
+    both: Any
+    """Whether both warpgroups have some, as int32."""
+
 
 BLOCK = gl.constexpr(128)
 """Columns and lines that a scale is for."""
@@ -78,6 +94,15 @@ def _section(both, PART: gl.constexpr, ENTER: gl.constexpr):
 
 
 @gluon.jit
+def tile_of(turns, turn, PART: gl.constexpr):
+    """The Tile of a turn; its end is 0 if there is none."""
+    _, first, end, column = told(turns, turn)
+    both = (end - first > 64).to(gl.int32)
+    first += 64 * PART
+    return Tile(first, end, column, first < end, both)
+
+
+@gluon.jit
 def open_section(PART: gl.constexpr):
     """Lets part 0 begin; each warpgroup calls it before its first product."""
     if PART == 1:
@@ -92,10 +117,12 @@ def close_section(PART: gl.constexpr):
 
 
 @gluon.jit
-def _begin(x, w, product, both, PART: gl.constexpr):
-    """Begins x [64, 128] times w [128, 128]^T, in the registers of an earlier product. The other
-    warpgroup may begin before the last quarter of the reduction, and so finds no gap."""
-    w = w.permute((1, 0))
+def _begin(ring, stage, COLUMNS: gl.constexpr, product, both, PART: gl.constexpr):
+    """Begins the product of a stage's rows [64, 128] and a column part [128, 128]^T, in the
+    registers of an earlier one. The other warpgroup may begin before the last quarter of the
+    reduction, and so finds no gap."""
+    x = ring.x.index(stage).slice(64 * PART, 64)
+    w = ring.w.index(2 * stage + COLUMNS).permute((1, 0))
     _section(both, PART, True)
     product = _times(x, w, product, 0, 64)
     product = _times(x, w, product, 64, 32)
@@ -133,30 +160,56 @@ def _release_before(ring, stage, pred, PLAN: gl.constexpr):
     mbarrier.arrive(ring.empty.index(before), count=1, pred=pred)
 
 
+class Running(NamedTuple):
+    """A tile's first product, which has been begun: of its first step and left part; and what that
+    will be scaled by. Of a tile without rows, or of none, it is of anything, and nobody uses it."""
+
+    product: Any
+    scale: Any
+
+
 @gluon.jit
-def multiply(ring, step, steps, both, PART: gl.constexpr, PLAN: gl.constexpr):
-    """Sums [64, 128] of both column parts over `steps` stages from `step` on, of a part of the
-    rows; `both` parts have some, or this one alone."""
-    left = gl.zeros([64, BLOCK], gl.float32, _layout())
-    right, product = left, left
-    stage = wait_full(ring, step, PLAN, steps > 0)
-    phase = (step // PLAN.stages) & 1
+def no_product():
+    """Registers for a product."""
+    return gl.zeros([64, BLOCK], gl.float32, _layout())
+
+
+@gluon.jit
+def begin(ring, step, tile, product, PART: gl.constexpr, PLAN: gl.constexpr):
+    """Begins a tile, whose first stage is that of `step`, in the registers of an earlier product;
+    returns what is Running."""
+    stage = wait_full(ring, step, PLAN, tile.mine)
     by_left = _scales(ring, stage, PART, 0)
+    return Running(_begin(ring, stage, 0, product, tile.both, PART), by_left)
+
+
+@gluon.jit
+def multiply(
+    ring, step, steps, tile, running, turns, turn, PART: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """(sums [64, 128] of both column parts of a tile, the tile of the next turn, what of that is
+    Running), over `steps` stages from `step` on. Without steps: zeros, `tile` and `running`."""
+    left = gl.zeros([64, BLOCK], gl.float32, _layout())
+    right = left
+    product, by_left = running
+    stage, phase = step % PLAN.stages, (step // PLAN.stages) & 1
+    now = tile
     # from 0: if `step`, which is carried from tile to tile, were a bound, Triton 3.6 would take it
     # for a constant
     for i in range(steps):
-        x = ring.x.index(stage).slice(64 * PART, 64)
-        product = _begin(x, ring.w.index(2 * stage), product, both, PART)
         _release_before(ring, stage, i > 0, PLAN)
         by_right = _scales(ring, stage, PART, 1)
         product = warpgroup_mma_wait(0, deps=[product])
         left = _promoted(product, by_left, left)
-        product = _begin(x, ring.w.index(2 * stage + 1), product, both, PART)
+        product = _begin(ring, stage, 1, product, now.both, PART)
         last = stage == PLAN.stages - 1
         stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-        mbarrier.wait(ring.full.index(stage), phase, pred=i + 1 < steps)
-        by_left = _scales(ring, stage, PART, 0)  # after the last step unused, and anything
+        if i + 1 == steps:
+            now = tile_of(turns, turn + 1, PART)
+        mbarrier.wait(ring.full.index(stage), phase, pred=now.mine)
+        by_left = _scales(ring, stage, PART, 0)
         product = warpgroup_mma_wait(0, deps=[product])
         right = _promoted(product, by_right, right)
+        product = _begin(ring, stage, 0, product, now.both, PART)
     _release_before(ring, stage, steps > 0, PLAN)
-    return left, right
+    return left, right, now, Running(product, by_left)
