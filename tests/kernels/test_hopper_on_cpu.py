@@ -333,6 +333,32 @@ def test_fp8(monkeypatch, masked, activated, seed):
         assert torch.allclose(found[part].double(), truth, rtol=2**-8, atol=2e-2)
 
 
+@pytest.mark.parametrize("programs, rows", [(9, [600]), (7, [128, 60, 130]), (10, [520, 0, 40])])
+def test_fp8_halves_tiles_of_a_last_round(monkeypatch, programs, rows):
+    """One or two tiles are left to few of the programs; the last column tile has no right part."""
+    torch.manual_seed(0)
+    k, n, hopper = 384, 296, chips.nvidia(90, 232_448)
+    monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_gemm.chips, "chip", lambda device: hopper)
+    monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: programs)
+    ptx_on_cpu.known()
+    expert = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
+    order, _ = sort(expert[torch.randperm(len(expert))][:, None], len(rows), DTYPE, 128)
+    tiles = 2 * sum(-(-count // 128) for count in rows)
+    assert 0 < 4 * (tiles % programs) <= programs
+    x, x_scale = reference.quantize(torch.randn(len(expert), k))
+    weight, scale = reference.quantize_weight(torch.randn(len(rows), n, k))
+    out = torch.full((len(expert), n), 7.0, dtype=torch.bfloat16)
+    wide = x.double() * x_scale.double().repeat_interleave(128, 1)[:, :k]
+    by = scale.double().repeat_interleave(128, 1)[:, :n].repeat_interleave(128, 2)[:, :, :k]
+    truth = torch.einsum("rk,rnk->rn", wide, (weight.double() * by)[expert])
+    for seed in range(2):
+        with on_cpu(seed):
+            fp8_gemm.fp8_gemm(x, x_scale, weight, scale, out=out.fill_(7.0), order=order)
+        assert torch.allclose(out.double(), truth, rtol=2**-8, atol=2e-2)
+        assert not order.taken.item()
+
+
 @pytest.mark.parametrize("rows", [[60, 60, 60, 60], [20, 20, 180, 20]], ids=["even", "large"])
 def test_dw_shares_its_tiles_where_an_expert_is_large(monkeypatch, rows):
     """Else they are dealt out; in both cases in the order that the sort has listed."""

@@ -38,6 +38,7 @@ class Task:
         try:
             run()
             assert not self.stores, "it ends before TMA has read what it stores"
+            assert not self.products, "it ends while products run"
         except BaseException as error:  # goes to whoever started all
             self.error = error
         self.done = True

@@ -33,7 +33,7 @@ from .fp8_sums import (
 from .producer import find_nothing, produce
 from .ring import pass_over, wait_empty
 from .stores import in_halves, staged_for, store, store_box
-from .turns import Tiles, column_tiles, told, turns_of
+from .turns import Tiles, column_tiles, columns_of, told, turns_of
 
 async_load, copy = gluon_load(), gluon_copy()
 
@@ -59,6 +59,8 @@ class Plan(NamedTuple):
     parts: int = 2
     rank: int = 0
     copied: bool = True
+    halves: bool = False
+    """Whether tiles may be halved; not where a tile's parts belong together."""
     listeners: int = 3
     """Both warpgroups, and the warp that copies scales."""
 
@@ -93,17 +95,22 @@ class Result(NamedTuple):
 def plan(n: int, k: int, m_max: int, activate: bool, group_m: int, stages: int) -> Plan:
     """Return the Plan of a product [S, k] x [E, n, k], whose columns `activate` takes in pairs."""
     columns, bn, shift = (n // 2, 128, n // 2) if activate else (n, 256, 128)
-    return Plan(columns, k, n, bn, shift, m_max, group_m, stages)
+    halves = not (activate or m_max)
+    return Plan(columns, k, n, bn, shift, m_max, group_m, stages, halves=halves)
 
 
 @gluon.jit
 def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
     full = ring.full.index(stage)
-    mbarrier.expect(full, (PLAN.bm + 2 * BLOCK) * BLOCK)
+    n, is_half = columns_of(place.column, PLAN)
+    line = place.expert * PLAN.lines + n
+    if PLAN.halves and is_half:
+        mbarrier.expect(full, (PLAN.bm + BLOCK) * BLOCK)
+    else:
+        mbarrier.expect(full, (PLAN.bm + 2 * BLOCK) * BLOCK)
+        async_load(operands.w, [line + PLAN.shift, k], full, ring.w.index(2 * stage + 1))
     async_load(operands.x, [place.first, k], full, ring.x.index(stage))
-    line = place.expert * PLAN.lines + place.column * PLAN.bn
     async_load(operands.w, [line, k], full, ring.w.index(2 * stage))
-    async_load(operands.w, [line + PLAN.shift, k], full, ring.w.index(2 * stage + 1))
 
 
 @gluon.jit
@@ -124,7 +131,8 @@ def _produce_scales(scales, ring, turns, PLAN: gl.constexpr):
         row = first + i
         inside = row < end
         x = scales.x + row.to(gl.int64) * scales.stride_row
-        block = gl.minimum((column * PLAN.bn + part * PLAN.shift) // BLOCK, BLOCKS - 1)
+        n, is_half = columns_of(column, PLAN)
+        block = gl.minimum((n + part * PLAN.shift) // BLOCK, BLOCKS - 1)
         w = scales.w + (expert * BLOCKS + block) * STEPS
         for j in range(STEPS):
             stage = wait_empty(ring, step + j, PLAN)
@@ -146,7 +154,7 @@ def _consume(
     STEPS: gl.constexpr = (PLAN.k + BLOCK - 1) // BLOCK
     step, turn = 0, 0
     open_section(ME)
-    tile = tile_of(turns, 0, ME)
+    tile = tile_of(turns, 0, ME, PLAN)
     running = begin(ring, 0, tile, no_product(), ME, PLAN)
     while tile.end > 0:
         steps = gl.where(tile.mine, STEPS, 0)
@@ -157,7 +165,7 @@ def _consume(
             _written(left, right, result, tile, ME, PLAN, GATE, SAVE_PRE)
         else:
             pass_over(ring, step, STEPS, PLAN)
-            after = tile_of(turns, turn + 1, ME)
+            after = tile_of(turns, turn + 1, ME, PLAN)
             running = begin(ring, step + STEPS, after, running.product, ME, PLAN)
         tile = after
         step += STEPS
@@ -173,7 +181,7 @@ def _written(
     ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
     """Writes a warpgroup's sums."""
-    first, end, n = tile.first, tile.end, tile.column * PLAN.bn
+    first, end, n = tile.first, tile.end, tile.column
     if SAVE_PRE:
         store(left, result.pre, first, end, n, PLAN.n, PLAN.lines)
         store(right, result.pre, first, end, n + PLAN.shift, PLAN.lines, PLAN.lines)
@@ -182,15 +190,16 @@ def _written(
     else:
         quarters = in_halves(left) + in_halves(right)
         for i in gl.static_range(4):
-            store_box(quarters[i], result.out, result.staged, first, end, n + 64 * i, ME, i % 2)
+            if i < 2 or not (PLAN.halves and tile.is_half):
+                store_box(quarters[i], result.out, result.staged, first, end, n + 64 * i, ME, i % 2)
 
 
 @gluon.jit
 def _activated(gate, up, result, tile, I: gl.constexpr, GATE: gl.constexpr):
     """Activates, quantises each row's 128 columns, and stores both."""
-    end, column = tile.end, tile.column
+    end, column = tile.end, tile.column // BLOCK
     rows = tile.first + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
-    n = column * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, gate.type.layout))
+    n = tile.column + gl.arange(0, BLOCK, gl.SliceLayout(0, gate.type.layout))
     value, _, _ = glu(gate, up, GATE)
     if I % BLOCK != 0:
         value = gl.where(gl.expand_dims(n < I, 0), value, 0.0)
@@ -202,7 +211,7 @@ def _activated(gate, up, result, tile, I: gl.constexpr, GATE: gl.constexpr):
     wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     quantised = gl.convert_layout(quantised, wide)
     to_rows = gl.convert_layout(rows, gl.SliceLayout(1, wide))
-    n = column * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, wide))
+    n = tile.column + gl.arange(0, BLOCK, gl.SliceLayout(0, wide))
     at = gl.expand_dims(to_rows.to(gl.int64), 1) * I + gl.expand_dims(n, 0)
     mask = gl.expand_dims(to_rows < end, 1) & gl.expand_dims(n < I, 0)
     gl.store(result.out + at, quantised, mask=mask)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .ring import barriers_of, wait_full
-from .turns import told
+from .turns import columns_of, told
 
 
 class Tile(NamedTuple):
@@ -31,6 +31,9 @@ class Tile(NamedTuple):
     """The first of them."""
     end: Any
     column: Any
+    """Its first column."""
+    is_half: Any
+    """Whether it has a left part alone."""
     mine: Any
     """Whether there are any."""
     both: Any
@@ -94,12 +97,13 @@ def _section(both, PART: gl.constexpr, ENTER: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(turns, turn, PART: gl.constexpr):
+def tile_of(turns, turn, PART: gl.constexpr, PLAN: gl.constexpr):
     """The Tile of a turn; its end is 0 if there is none."""
     _, first, end, column = told(turns, turn)
+    n, is_half = columns_of(column, PLAN)
     both = (end - first > 64).to(gl.int32)
     first += 64 * PART
-    return Tile(first, end, column, first < end, both)
+    return Tile(first, end, n, is_half, first < end, both)
 
 
 @gluon.jit
@@ -160,6 +164,13 @@ def _release_before(ring, stage, pred, PLAN: gl.constexpr):
     mbarrier.arrive(ring.empty.index(before), count=1, pred=pred)
 
 
+@gluon.jit
+def _after(stage, phase, PLAN: gl.constexpr):
+    """(the next stage, which of two phases its barrier is in)."""
+    last = stage == PLAN.stages - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
 class Running(NamedTuple):
     """A tile's first product, which has been begun: of its first step and left part; and what that
     will be scaled by. Of a tile without rows, or of none, it is of anything, and nobody uses it."""
@@ -188,7 +199,8 @@ def multiply(
     ring, step, steps, tile, running, turns, turn, PART: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """(sums [64, 128] of both column parts of a tile, the tile of the next turn, what of that is
-    Running), over `steps` stages from `step` on. Without steps: zeros, `tile` and `running`."""
+    Running), over `steps` stages from `step` on. Half a tile has the left part alone; without
+    steps: zeros, `tile` and `running`."""
     left = gl.zeros([64, BLOCK], gl.float32, _layout())
     right = left
     product, by_left = running
@@ -196,20 +208,31 @@ def multiply(
     now = tile
     # from 0: if `step`, which is carried from tile to tile, were a bound, Triton 3.6 would take it
     # for a constant
-    for i in range(steps):
+    for i in range(gl.where(tile.is_half, 0, steps) if PLAN.halves else steps):
         _release_before(ring, stage, i > 0, PLAN)
         by_right = _scales(ring, stage, PART, 1)
         product = warpgroup_mma_wait(0, deps=[product])
         left = _promoted(product, by_left, left)
         product = _begin(ring, stage, 1, product, now.both, PART)
-        last = stage == PLAN.stages - 1
-        stage, phase = gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+        stage, phase = _after(stage, phase, PLAN)
         if i + 1 == steps:
-            now = tile_of(turns, turn + 1, PART)
+            now = tile_of(turns, turn + 1, PART, PLAN)
         mbarrier.wait(ring.full.index(stage), phase, pred=now.mine)
         by_left = _scales(ring, stage, PART, 0)
         product = warpgroup_mma_wait(0, deps=[product])
         right = _promoted(product, by_right, right)
         product = _begin(ring, stage, 0, product, now.both, PART)
+    if PLAN.halves:
+        for i in range(gl.where(tile.is_half, steps, 0)):
+            _release_before(ring, stage, i > 0, PLAN)
+            stage, phase = _after(stage, phase, PLAN)
+            if i + 1 == steps:
+                now = tile_of(turns, turn + 1, PART, PLAN)
+            mbarrier.wait(ring.full.index(stage), phase, pred=now.mine)
+            by_next = _scales(ring, stage, PART, 0)
+            product = warpgroup_mma_wait(0, deps=[product])
+            left = _promoted(product, by_left, left)
+            by_left = by_next
+            product = _begin(ring, stage, 0, product, now.both, PART)
     _release_before(ring, stage, steps > 0, PLAN)
     return left, right, now, Running(product, by_left)

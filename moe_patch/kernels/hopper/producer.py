@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ...compat import gluon_load
 from .ring import expect_weight, step_of, wait_empty
-from .turns import following, is_long, leave, own, tell
+from .turns import following, is_long, leave, own, tell, turns_in
 
 async_load = gluon_load()
 
@@ -86,4 +86,4 @@ def produce(
         turn += 1
         place = own(turns, turn)
     # a program's first turn is not taken, but one is for which there is no tile
-    leave(turns, tiles.total, PLAN)
+    leave(turns, turns_in(tiles, PLAN), PLAN)

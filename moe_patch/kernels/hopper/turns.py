@@ -50,7 +50,7 @@ class Place(NamedTuple):
     end: Any
     """The row after the tile's last, or after its expert's, which may be further; 0: no tile."""
     column: Any
-    """Number of the column tile."""
+    """Number of the column tile; from the number of those on, of half a one."""
 
 
 @gluon.constexpr_function
@@ -127,6 +127,59 @@ def answer(asked):
     return gl.num_programs(0) + gl.sum(gl.where(_threads() == 0, asked, 0), axis=0)
 
 
+@gluon.constexpr_function
+def _halves(plan):
+    """Whether tiles may be halved."""
+    return getattr(plan, "halves", False)
+
+
+@gluon.jit
+def _halved(tiles, PLAN: gl.constexpr):
+    """How many of the last tiles are two turns, of half their columns each: those of a last round
+    in which no more than a quarter of the programs would be busy."""
+    rest = tiles.total % gl.num_programs(0)
+    return gl.where(4 * rest <= gl.num_programs(0), rest, 0)
+
+
+@gluon.jit
+def turns_in(tiles, PLAN: gl.constexpr):
+    """How many turns all tiles are."""
+    if _halves(PLAN):
+        return tiles.total + _halved(tiles, PLAN)
+    else:
+        return tiles.total
+
+
+@gluon.jit
+def _place(at, tiles, PLAN: gl.constexpr):
+    """The Place of turn `at` of all."""
+    COLUMNS: gl.constexpr = column_tiles(PLAN)
+    EVEN: gl.constexpr = is_long(PLAN.k)
+    tile, half = at, 0
+    if _halves(PLAN):
+        half = at - (tiles.total - _halved(tiles, PLAN))
+        tile = gl.where(half < 0, at, at - half + half // 2)
+    expert, first, end, column = place(
+        tile, tiles.tile_expert, tiles.tile_row, tiles.expert_offsets,
+        COLUMNS, _masked_rows(PLAN), PLAN.bm, PLAN.group_m, PLAN.listed, EVEN,
+    )  # fmt: skip
+    if _halves(PLAN):
+        column = gl.where(half < 0, column, COLUMNS + 2 * column + half % 2)
+    return Place(expert, first, end, column)
+
+
+@gluon.jit
+def columns_of(column, PLAN: gl.constexpr):
+    """(a tile's first column, whether it is half a one), of a Place's `column`."""
+    COLUMNS: gl.constexpr = column_tiles(PLAN)
+    if _halves(PLAN):
+        half = column - COLUMNS
+        n = gl.where(half < 0, column * PLAN.bn, half * (PLAN.bn // 2))
+        return n, half >= 0
+    else:
+        return column * PLAN.bn, column < 0
+
+
 @gluon.jit
 def following(turns, at, PLAN: gl.constexpr):
     """The next turn: of all programs, or, where they are dealt, of this one after turn `at`."""
@@ -180,17 +233,13 @@ def tell(turns, turn, at, tiles, PLAN: gl.constexpr):
     Over a long reduction a program whose tile is short would overtake others, and begin its next
     tile long before those that share a weight with it: so an expert's tiles are equally high there.
     """
-    EVEN: gl.constexpr = is_long(PLAN.k)
     expert, first, end, column = 0, 0, 0, 0
-    found = at
-    while at < tiles.total:
-        expert, first, end, column = place(
-            at, tiles.tile_expert, tiles.tile_row, tiles.expert_offsets,
-            column_tiles(PLAN), _masked_rows(PLAN), PLAN.bm, PLAN.group_m, PLAN.listed, EVEN,
-        )  # fmt: skip
+    found, all_turns = at, turns_in(tiles, PLAN)
+    while at < all_turns:
+        expert, first, end, column = _place(at, tiles, PLAN)
         found = at
         if first < end:
-            at = tiles.total
+            at = all_turns
         else:
             end = 0
             at = following(turns, at, PLAN)
