@@ -34,6 +34,7 @@ FLOORS = tuple(
         kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize
         kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.producer
         kernels.hopper.rows kernels.hopper.update kernels.hopper.stores kernels.hopper.gather
+        kernels.hopper.widening kernels.hopper.roles
         kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dgate kernels.hopper.dw
         kernels.hopper.fp8_sums kernels.hopper.fp8
         kernels.in_steps kernels.hopper.lookup kernels.hopper.codes

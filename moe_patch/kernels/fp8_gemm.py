@@ -190,8 +190,9 @@ def fp8_gemm(
         rows, lines, result = boxes
         taken = order.taken if masked_m is None else ends  # masked, nobody reads it
         start(
-            (min(count, chips.multiprocessors(x.device)),), rows, lines, *scales, result or out,
-            scale, pre, taken, ends, *listed, *strides, experts,
+            (min(2 * count, chips.multiprocessors(x.device)),),  # a tile may be two programs'
+            rows, lines, *scales, result or out, scale, pre, taken, ends, *listed, *strides,
+            experts,
         )  # fmt: skip
     else:
         start((count,), x, weight, *scales, out, scale, pre, ends, *listed, *strides, experts)

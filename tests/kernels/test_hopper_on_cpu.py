@@ -333,30 +333,48 @@ def test_fp8(monkeypatch, masked, activated, seed):
         assert torch.allclose(found[part].double(), truth, rtol=2**-8, atol=2e-2)
 
 
-@pytest.mark.parametrize("programs, rows", [(9, [600]), (7, [128, 60, 130]), (10, [520, 0, 40])])
-def test_fp8_halves_tiles_of_a_last_round(monkeypatch, programs, rows):
-    """One or two tiles are left to few of the programs; the last column tile has no right part."""
+@pytest.mark.parametrize(
+    "programs, rows, masked",
+    [
+        (9, [600], False),
+        (7, [128, 60, 130], False),
+        (10, [520, 0, 40], False),
+        (16, [128, 60, 130], False),
+        (9, [77, 0, 128], True),
+        (40, [200, 130, 64], True),
+    ],
+)
+def test_fp8_halves_tiles(monkeypatch, programs, rows, masked):
+    """A last round has one or two tiles, or there are more programs than tiles. The last column
+    tile has no right part."""
     torch.manual_seed(0)
     k, n, hopper = 384, 296, chips.nvidia(90, 232_448)
     monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
     monkeypatch.setattr(fp8_gemm.chips, "chip", lambda device: hopper)
     monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: programs)
     ptx_on_cpu.known()
-    expert = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
-    order, _ = sort(expert[torch.randperm(len(expert))][:, None], len(rows), DTYPE, 128)
     tiles = 2 * sum(-(-count // 128) for count in rows)
-    assert 0 < 4 * (tiles % programs) <= programs
+    rest = tiles if masked else tiles % programs
+    assert 0 < rest * (2 if rest == tiles else 4) <= programs
+    expert = torch.arange(len(rows)).repeat_interleave(200 if masked else torch.tensor(rows))
+    if masked:
+        how = {"masked_m": torch.tensor(rows, dtype=torch.int32)}
+        inside = torch.arange(200).repeat(len(rows)) < how["masked_m"][expert]
+    else:
+        order, _ = sort(expert[torch.randperm(len(expert))][:, None], len(rows), DTYPE, 128)
+        how, inside = {"order": order}, expert >= 0
     x, x_scale = reference.quantize(torch.randn(len(expert), k))
     weight, scale = reference.quantize_weight(torch.randn(len(rows), n, k))
-    out = torch.full((len(expert), n), 7.0, dtype=torch.bfloat16)
+    out = torch.empty(len(expert), n, dtype=torch.bfloat16)
     wide = x.double() * x_scale.double().repeat_interleave(128, 1)[:, :k]
     by = scale.double().repeat_interleave(128, 1)[:, :n].repeat_interleave(128, 2)[:, :, :k]
     truth = torch.einsum("rk,rnk->rn", wide, (weight.double() * by)[expert])
     for seed in range(2):
         with on_cpu(seed):
-            fp8_gemm.fp8_gemm(x, x_scale, weight, scale, out=out.fill_(7.0), order=order)
-        assert torch.allclose(out.double(), truth, rtol=2**-8, atol=2e-2)
-        assert not order.taken.item()
+            fp8_gemm.fp8_gemm(x, x_scale, weight, scale, out=out.fill_(7.0), **how)
+        assert torch.allclose(out[inside].double(), truth[inside], rtol=2**-8, atol=2e-2)
+        assert bool((out[~inside] == 7).all())
+        assert masked or not order.taken.item()
 
 
 @pytest.mark.parametrize("rows", [[60, 60, 60, 60], [20, 20, 180, 20]], ids=["even", "large"])

@@ -195,21 +195,21 @@ class P:
 class Shared(_Held):
     """Shared memory: a view of a tensor."""
 
-    def __init__(self, v: torch.Tensor) -> None:
-        self.v = v
+    def __init__(self, v: torch.Tensor, layout: Any) -> None:
+        self.v, self.layout = v, layout
 
     def index(self, i: Any) -> Shared:
-        return Shared(self.v[int(i)])
+        return Shared(self.v[int(i)], self.layout)
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
         assert int(start) + int(length) <= self.v.shape[dim]
-        return Shared(self.v.narrow(dim, int(start), int(length)))
+        return Shared(self.v.narrow(dim, int(start), int(length)), self.layout)
 
     def reshape(self, shape: Any) -> Shared:
-        return Shared(self.v.view(*map(int, shape)))
+        return Shared(self.v.view(*map(int, shape)), self.layout)
 
     def permute(self, order: Any) -> Shared:
-        return Shared(self.v.permute(tuple(order)))
+        return Shared(self.v.permute(tuple(order)), self.layout)
 
     def load(self, layout: Any = None) -> T:
         return T(self.v.clone(), layout)
@@ -274,6 +274,13 @@ class Box:
         self.pointer, self.dtype = found.base.data_ptr(), NAMES[found.base.dtype]
         self.block_shape, self.layout = tuple(found.block_shape), found.layout
         self.kind = found.base.dtype
+
+    def lies_as(self, shared: Shared) -> bool:
+        """Whether TMA swizzles it as a kernel does."""
+        return all(
+            getattr(self.layout, field) == getattr(shared.layout, field)
+            for field in ("swizzle_byte_width", "element_bitwidth")
+        )
 
     def _inside(self, at: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
         """Part of a box that is inside the tensor, in memory and in the box; None: no part."""
@@ -368,7 +375,7 @@ def _allocate(dtype: Any, shape: Any, layout: Any) -> Any:
     here().shared += v.numel() * v.element_size()
     assert here().shared <= SHARED, f"{here().shared} bytes of shared memory"
     _bits(v).fill_(float("nan") if _bits(v).dtype.is_floating_point else 0x7F)
-    return Shared(v)
+    return Shared(v, layout)
 
 
 def _atomic_add(pointer: P, value: Any, mask: Any = None, sem: str = "") -> T:
@@ -490,6 +497,7 @@ def _expect(where: Any, size: Any, pred: Any = True) -> None:
 def _tma_load(box: Box, at: Any, where: Any, to: Shared, pred: Any = True) -> None:
     assert box.block_shape == tuple(to.shape), (box.block_shape, to.shape)
     assert box.kind == to.v.dtype, (box.kind, to.v.dtype)
+    assert box.lies_as(to), (box.layout, to.layout)
     barrier, at = _barrier(where), [int(each) for each in at]
 
     def comes() -> None:
@@ -503,6 +511,7 @@ def _tma_load(box: Box, at: Any, where: Any, to: Shared, pred: Any = True) -> No
 def _tma_store(box: Box, at: Any, what: Shared) -> None:
     assert box.block_shape == tuple(what.shape), (box.block_shape, what.shape)
     assert box.kind == what.v.dtype, (box.kind, what.v.dtype)
+    assert box.lies_as(what), (box.layout, what.layout)
     task, at = here(), [int(each) for each in at]
     goes = once(lambda: box.write(at, what.v))
     task.stores.append(goes)

@@ -33,7 +33,7 @@ from .fp8_sums import (
 from .producer import find_nothing, produce
 from .ring import pass_over, wait_empty
 from .stores import in_halves, staged_for, store, store_box
-from .turns import Tiles, column_tiles, columns_of, told, turns_of
+from .turns import HalvedTiles, Tiles, column_tiles, columns_of, halved, told, turns_of
 
 async_load, copy = gluon_load(), gluon_copy()
 
@@ -95,8 +95,7 @@ class Result(NamedTuple):
 def plan(n: int, k: int, m_max: int, activate: bool, group_m: int, stages: int) -> Plan:
     """Return the Plan of a product [S, k] x [E, n, k], whose columns `activate` takes in pairs."""
     columns, bn, shift = (n // 2, 128, n // 2) if activate else (n, 256, 128)
-    halves = not (activate or m_max)
-    return Plan(columns, k, n, bn, shift, m_max, group_m, stages, halves=halves)
+    return Plan(columns, k, n, bn, shift, m_max, group_m, stages, halves=not activate)
 
 
 @gluon.jit
@@ -231,6 +230,8 @@ def fp8_hopper_kernel(
     else:
         tiles = gl.load(num_tiles)
     tiles = Tiles(ends, tile_expert, tile_row, tiles * column_tiles(PLAN))
+    if PLAN.halves:
+        tiles = HalvedTiles(*tiles, halved(tiles, groups, PLAN))
     ring, turns = ring_of(x, w, PLAN), turns_of(taken, PLAN)
     staged = None
     if GATE is None:

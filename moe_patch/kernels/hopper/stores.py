@@ -55,7 +55,7 @@ def store(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
 @gluon.jit
 def staged_for(dtype: gl.constexpr, PLAN: gl.constexpr, BOXES: gl.constexpr = 2):
     """Boxes [64, 64] for each warpgroup, by way of which sums are stored."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
     return gl.allocate_shared_memory(dtype, [BOXES * PLAN.parts, 64, 64], layout)
 
 

@@ -28,6 +28,16 @@ class Tiles(NamedTuple):
     total: Any
 
 
+class HalvedTiles(NamedTuple):
+    """Tiles of which the last `halved` are two turns each, of half their columns."""
+
+    expert_offsets: Any
+    tile_expert: Any
+    tile_row: Any
+    total: Any
+    halved: Any
+
+
 class Turns(NamedTuple):
     """The producer takes a tile for its program and tells the others through a few slots, so that
     nobody else waits for global memory."""
@@ -134,18 +144,30 @@ def _halves(plan):
 
 
 @gluon.jit
-def _halved(tiles, PLAN: gl.constexpr):
-    """How many of the last tiles are two turns, of half their columns each: those of a last round
-    in which no more than a quarter of the programs would be busy."""
-    rest = tiles.total % gl.num_programs(0)
-    return gl.where(4 * rest <= gl.num_programs(0), rest, 0)
+def halved(tiles, experts, PLAN: gl.constexpr):
+    """How many of the last Tiles are to be halved: all, if they are no more than half of the
+    programs; or those of a last round in which no more than a quarter would be busy, since
+    programs do not begin it together. Masked: all or none; those without rows do not count."""
+    if _masked_rows(PLAN) > 0:
+        by: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        high = tiles.total * 0
+        for begin in range(0, experts, 32 * gl.num_warps()):
+            expert = begin + gl.arange(0, 32 * gl.num_warps(), by)
+            rows = gl.load(tiles.expert_offsets + expert, mask=expert < experts, other=0)
+            rows = gl.minimum(rows, _masked_rows(PLAN))
+            high += gl.sum((rows + PLAN.bm - 1) // PLAN.bm, axis=0)
+        return gl.where(2 * high * column_tiles(PLAN) <= gl.num_programs(0), tiles.total, 0)
+    else:
+        rest = tiles.total % gl.num_programs(0)
+        share = gl.where(rest == tiles.total, 2, 4)
+        return gl.where(share * rest <= gl.num_programs(0), rest, 0)
 
 
 @gluon.jit
 def turns_in(tiles, PLAN: gl.constexpr):
     """How many turns all tiles are."""
     if _halves(PLAN):
-        return tiles.total + _halved(tiles, PLAN)
+        return tiles.total + tiles.halved
     else:
         return tiles.total
 
@@ -157,8 +179,12 @@ def _place(at, tiles, PLAN: gl.constexpr):
     EVEN: gl.constexpr = is_long(PLAN.k)
     tile, half = at, 0
     if _halves(PLAN):
-        half = at - (tiles.total - _halved(tiles, PLAN))
+        half = at - (tiles.total - tiles.halved)
         tile = gl.where(half < 0, at, at - half + half // 2)
+        if _masked_rows(PLAN) > 0:  # halved: the first row tiles of all experts come first
+            HIGH: gl.constexpr = (_masked_rows(PLAN) + PLAN.bm - 1) // PLAN.bm
+            first = tiles.total // HIGH
+            tile = gl.where(half < 0, tile, tile % first * HIGH + tile // first)
     expert, first, end, column = place(
         tile, tiles.tile_expert, tiles.tile_row, tiles.expert_offsets,
         COLUMNS, _masked_rows(PLAN), PLAN.bm, PLAN.group_m, PLAN.listed, EVEN,
