@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+
+gc.disable()  # what is imported and collected stays: pytest_collection_finish turns it on
 
 for _library in ("OMP", "OPENBLAS", "MKL"):  # read when torch and numpy are imported
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
@@ -46,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if GPUS < 2 and item.get_closest_marker("multigpu"):
             item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+
+
+def pytest_collection_finish() -> None:
+    """Spares every later collection of garbage the million objects that there are by now."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

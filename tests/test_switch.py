@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import runpy
 
 import pytest
 
@@ -51,14 +48,8 @@ def test_an_empty_value_is_not_set(capsys, monkeypatch):
     assert line.endswith("not set")
 
 
-@pytest.mark.parametrize("value, enabled", [("No", "False"), ("yes", "True"), ("", "True")])
-def test_it_is_read_on_import(value, enabled):
-    script = "from moe_patch.switch import ENABLED; print(ENABLED)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "MOE_PATCH": value},
-        cwd=Path(__file__).resolve().parent.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split()[-1:] == [enabled], done.stderr
+@pytest.mark.parametrize("value, enabled", [("No", False), ("yes", True), ("", True)])
+def test_it_is_read_on_import(monkeypatch, value, enabled):
+    """By the module; test_decorated has a process with MOE_PATCH=0, and one without it."""
+    monkeypatch.setenv("MOE_PATCH", value)
+    assert runpy.run_path(switch.__file__)["ENABLED"] is enabled

@@ -325,30 +325,32 @@ for module, name in ((decorated, "fused_experts"), (llama4, "fused_experts"),
                      (llama4, "select_experts"), (qwen3_moe, "select_experts"),
                      (routers, "select_experts")):
     setattr(module, name, called)
-block = tiny_block("{family}", "{device}")
-hidden = torch.randn(1, 3, 64, device="{device}")
-expected = block(hidden)
-print(moe_patch.patch(block))
-actual = block(hidden)
-if isinstance(actual, tuple):
-    expected, actual = expected[0], actual[0]
-assert torch.equal(actual, expected)
-print("Hugging Face's forward ran")
+for family in {families}:
+    block = tiny_block(family, "{device}")
+    hidden = torch.randn(1, 3, 64, device="{device}")
+    expected = block(hidden)
+    print(moe_patch.patch(block))
+    actual = block(hidden)
+    if isinstance(actual, tuple):
+        expected, actual = expected[0], actual[0]
+    assert torch.equal(actual, expected)
+    print("Hugging Face's forward ran")
 """
 
 
-@pytest.mark.parametrize("family, value", [("qwen3_moe", "0"), ("llama4", None), ("llama4", "0")])
-def test_environment_variable(family, value, device):
+@pytest.mark.parametrize("families, value", [(["qwen3_moe", "llama4"], "0"), (["llama4"], None)])
+def test_environment_variable(families, value, device):
     environment = {k: v for k, v in os.environ.items() if k != "MOE_PATCH"}
     environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
     if value is not None:
         environment["MOE_PATCH"] = value
     command = [sys.executable, "-W", "error:moe_patch", "-c"]
-    script = SCRIPT.format(family=family, device=device)
+    script = SCRIPT.format(families=families, device=device)
     done = subprocess.run([*command, script], capture_output=True, text=True, env=environment)
     if value == "0":
         assert done.returncode == 0, done.stderr
-        assert "fused 1 of 1" in done.stdout and "Hugging Face's forward ran" in done.stdout
+        for text in ("fused 1 of 1", "Hugging Face's forward ran"):
+            assert done.stdout.count(text) == len(families)
     else:
         assert done.returncode == 1 and "fused code ran" in done.stderr, done.stderr
 

@@ -195,7 +195,7 @@ def test_decoding(device, size, how, form, dtype):
 @pytest.mark.parametrize("format", ("nf4", "mxfp4", "int4"))
 @pytest.mark.parametrize("begin", (0, 1), ids=("odd stride", "unaligned"))
 def test_decoding_rows_of_any_place(device, begin, format):
-    arguments = in_4_bits(moe(device, torch.float16, 2, 128, 128, 96, 10, grad=False), format)
+    arguments = in_4_bits(moe(device, torch.float16, 2, 128, 128, 32, 3, grad=False), format)
     memory = torch.zeros(2, 129, device=device, dtype=torch.float16)
     memory[:, begin : begin + 128] = arguments["hidden_states"]
     with paths.recorded() as seen:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import itertools
 import os
@@ -40,6 +41,7 @@ from moe_patch.ops import experts, routing
 from moe_patch.ops import fp8 as products
 from moe_patch.ops.operands import Inputs, Projection
 
+gc.freeze()  # no collection of garbage looks for any in what was imported
 launcher.DIRECT = False  # on a machine with a GPU, too
 launcher._THREAD.ready = True  # nothing starts, so no thread needs CUDA's context
 
@@ -157,7 +159,10 @@ def moe_launches(
                 scales = [
                     torch.empty(w.shape[0], *(-(-n // 128) for n in w.shape[1:])) for w in (w1, w2)
                 ]
-                up, down = (Projection(w, scale=s) for w, s in zip((w1, w2), scales))
+                up, down = (
+                    each._replace(weight=w, scale=s)
+                    for each, w, s in zip((up, down), (w1, w2), scales)
+                )
                 if kernels.fp8_gemm.runs(x.device):  # rows that are FP8 already
                     q, x_scale = x.to(torch.float8_e4m3fn), torch.empty(tokens, -(-hidden // 128))
                     products.experts(q, w1, w2, index, weights, *scales, x_scale, act)
@@ -233,6 +238,7 @@ SHAPES = {  # tokens, hidden, inner, experts, top_k
     "fp8_seam": (4096, 2880, 1000, 32, 4),
     "fp8_odd": (100, 97, 41, 7, 3),
     "fp8_decode": (1, 2048, 768, 128, 8),
+    "fp8_lora": (4096, 2048, 768, 128, 8),
     "nf4": (1024, 2048, 768, 128, 8),
     "nf4_many": (4096, 2048, 768, 128, 8),
     "nf4_lora": (8192, 2048, 768, 128, 8),
@@ -244,17 +250,21 @@ SHAPES = {  # tokens, hidden, inner, experts, top_k
     "int4_decode": (1, 2048, 768, 128, 8),
 }
 PACKED = {"nf4": "nf4 64", "mxfp4": "mxfp4 32", "int4": "int4 128 zeros"}
-RANKS = {"lora": 16, "lora_short": 16, "nf4_lora": 16, "lora_wide": 256, "lora_turned": 72}
+RANKS = {
+    "lora": 16, "lora_short": 16, "nf4_lora": 16, "fp8_lora": 16,
+    "lora_wide": 256, "lora_turned": 72,
+}  # fmt: skip
 TURNED = ("llama4_scout", "one_token", "lora_turned")
 ACTS = {
     "gpt_oss": "silu 7.0 1.702 1.0 interleaved",
     "mxfp4": "silu 7.0 1.702 1.0 interleaved",
     "nemotron_h": "relu2 None 1.0 0.0 ungated",
 }
+ROUTING = {"topk_kernel", "topk_backward_kernel", "count_kernel", "place_kernel"}
 
 
-def compile_for(chip, shapes, dtypes, without):
-    """Prints a line a kernel."""
+def compile_for(chip, shapes, dtypes, without, routed):
+    """Prints a line a kernel; those of routing for the shapes in `routed` alone."""
     target, found = CHIPS[chip]
     chips.chip = lambda device: found
     done = set()
@@ -270,8 +280,10 @@ def compile_for(chip, shapes, dtypes, without):
             PACKED.get(shape.partition("_")[0], ""),
         )
         for launch in moe_launches(*arguments):
-            key = repr((launch[0].__name__, *launch[1:]))
-            if key not in done and launch[0].__name__ not in without:
+            name = launch[0].__name__
+            key = repr((name, *launch[1:]))
+            left_out = name in without or (name in ROUTING and shape not in routed)
+            if key not in done and not left_out:
                 done.add(key)
                 print(f"{chip} {shape} {dtype} {line(target, launch)}", flush=True)
 
@@ -310,6 +322,7 @@ def main():
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["qwen3_30b", "llama4_scout"])
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     parser.add_argument("--without", nargs="+", default=[], metavar="KERNEL")
+    parser.add_argument("--routing", nargs="*", choices=SHAPES, metavar="SHAPE", default=SHAPES)
     options = parser.parse_args()
     failed = 0
     for chip in options.chips:  # in a process of its own: launchers keep what they chose for one
@@ -319,7 +332,7 @@ def main():
             continue
         code = 1
         try:
-            compile_for(chip, options.shape, options.dtype, options.without)
+            compile_for(chip, options.shape, options.dtype, options.without, options.routing)
             code = 0
         except Exception:
             traceback.print_exc()

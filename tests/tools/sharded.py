@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -56,6 +55,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils.logging import disable_progress_bar
+from zero3 import compile_no_collectives
 
 import moe_patch
 from moe_patch import ranks
@@ -250,8 +250,7 @@ def zero3(when: str) -> None:
 
     Nothing kept for the backward keeps whole weights alive.
     """
-    builds = ON_GPU or shutil.which("g++")  # on CPUs DeepSpeed compiles its collectives
-    if importlib.util.find_spec("deepspeed") is None or not builds:
+    if importlib.util.find_spec("deepspeed") is None:
         return
     folder = saved("llama4_text" if when == "after" else "mixtral")  # stored transposed, or not
     truth = truth_of(folder, draws=HALF_DRAWS)
@@ -311,8 +310,7 @@ def in_4_bits(folder: str) -> nn.Module:
 @check("fsdp", "zero3")
 def four_bits_sharded(name: str) -> None:
     """Quantised, then sharded: as the same model whole on one rank, and codes stay frozen."""
-    builds = ON_GPU or shutil.which("g++")  # on CPUs DeepSpeed compiles its collectives
-    if name == "zero3" and (importlib.util.find_spec("deepspeed") is None or not builds):
+    if name == "zero3" and importlib.util.find_spec("deepspeed") is None:
         return
     folder = saved("qwen3_moe", **FOUR_BITS)
     model, truth = in_4_bits(folder), step(in_4_bits(folder))
@@ -500,6 +498,7 @@ def main() -> None:
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     disable_progress_bar()
+    compile_no_collectives()
     distributed.init_process_group(
         "nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=120 if ON_GPU else 30),
         device_id=torch.device("cuda", rank) if ON_GPU else None,

@@ -14,6 +14,7 @@ import torch
 from tiny import tiny_model, tokens
 from torch.distributed import TCPStore
 from transformers import Trainer, TrainingArguments
+from zero3 import compile_no_collectives
 
 import moe_patch
 from moe_patch.models import decorated
@@ -52,6 +53,7 @@ def train(model: torch.nn.Module, folder: str) -> list[float]:
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
+    compile_no_collectives()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
