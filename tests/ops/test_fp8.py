@@ -265,8 +265,10 @@ def test_fused_experts_multiply_in_fp8(device, tokens, experts, hidden, inner, d
     rounded = reference.dequantize(*fp8.quantize(x.detach()), torch.float64).requires_grad_()
     wide = weight.detach().double().requires_grad_()
     truth = reference.fused_experts(rounded, *frozen, wide, **scales)
+    # Hopper adds e4m3 products in about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)
+    coarse = dtype == torch.float32 and str(device) != "cpu"
     for mine, other in zip(ours, torch.autograd.grad(truth, (rounded, wide), d_out.double())):
-        assert_close(mine, other, dtype)
+        assert_close(mine, other, torch.float16 if coarse else dtype)
 
 
 @pytest.mark.parametrize("what", ["ragged", "interleaved", "strided"])

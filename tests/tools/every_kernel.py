@@ -156,6 +156,12 @@ def four_bits_and_updates(format) -> None:
     with_updates(in_4_bits(arguments, format), low, torch.bfloat16)
 
 
+def fp8_and_updates(scales) -> None:
+    arguments = moe(DEVICE, torch.bfloat16, 1100, 256, 384, 4, 1, routing="sentinel")
+    low = low_rank(arguments, rank=72)
+    with_updates(in_fp8(arguments, scales), low, torch.bfloat16)
+
+
 def fp8_products(tokens) -> None:
     arguments = in_fp8(moe(DEVICE, torch.bfloat16, tokens, 256, 128, 8, 2))
     with torch.no_grad():
@@ -207,9 +213,10 @@ def cases() -> Iterator[Callable[[], None]]:
     for size, act, transposed in itertools.product(SIZES[:4], FORMS, layouts):
         yield partial(other_forms, size, act, transposed)
     yield partial(other_forms, SIZES[-1], FORMS[1], False)
-    for size, scales in itertools.product(SIZES[:4], (torch.float32, torch.float8_e8m0fnu)):
-        for transposed in layouts:
+    for scales in (torch.float32, torch.float8_e8m0fnu):
+        for size, transposed in itertools.product(SIZES[:4], layouts):
             yield partial(fp8_training, size, scales, transposed)
+        yield partial(fp8_and_updates, scales)
     packed = (40, 160, 192, 8, 2), (300, 160, 96, 4, 3), (1100, 128, 64, 2, 1)
     for size, format, act in itertools.product(packed, FORMATS, FORMS):
         yield partial(four_bits, size, format, act)
