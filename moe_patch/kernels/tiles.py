@@ -180,7 +180,8 @@ def heuristic(product: Product) -> Tile:
     height = 128 if kernel.startswith("dw") else product.bm
     columns = 128 if kernel.startswith("gate_up") else 256
     tile = Tile(height, columns, 64, ROLES, 4, group_m=16)
-    return fit(kernel, tile, product.n, dtype.itemsize, chips.chip(product.device).shared)
+    tile = fit(kernel, tile, product.n, dtype.itemsize, chips.chip(product.device).shared)
+    return tile if tile.stages > 1 else portable(product)
 
 
 def portable(product: Product) -> Tile:
