@@ -44,8 +44,9 @@ def test_the_worked_example():
     assert order.num_large.tolist() == order.taken.tolist() == [0]
 
 
-def test_large_experts_come_first():
-    index = torch.tensor([3] * 9 + [0] * 2 + [1] * 30 + [7])[:, None]  # 7: dropped; the mean is 9
+def test_large_experts_come_first(device):
+    # 7: dropped; the mean is 9
+    index = torch.tensor([3] * 9 + [0] * 2 + [1] * 30 + [7], device=device)[:, None]
     for order in (sort(index, 5, 16), reference.sort_tokens(index, 5, 16)):
         assert order.large_first.tolist() == [1, 0, 2, 3, 4]
         assert order.num_large.tolist() == [1]
