@@ -164,11 +164,29 @@ def _release_before(ring, stage, pred, PLAN: gl.constexpr):
     mbarrier.arrive(ring.empty.index(before), count=1, pred=pred)
 
 
+class Step(NamedTuple):
+    """A step whose stage is full, unless its tile has no rows for the warpgroup."""
+
+    stage: Any
+    phase: Any
+    """Which of two phases the stage's barrier is in."""
+    tile: Any
+    scale: Any
+    """What the product of its left part is scaled by."""
+
+
 @gluon.jit
-def _after(stage, phase, PLAN: gl.constexpr):
-    """(the next stage, which of two phases its barrier is in)."""
-    last = stage == PLAN.stages - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+def _next(
+    ring, now, turns, turn, is_last, PART: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """The Step after `now`: of the same tile, or, `is_last`, of the one after turn `turn`."""
+    end = now.stage == PLAN.stages - 1
+    stage, phase = gl.where(end, 0, now.stage + 1), gl.where(end, now.phase ^ 1, now.phase)
+    tile = now.tile
+    if is_last:
+        tile = tile_of(turns, turn + 1, PART, PLAN)
+    mbarrier.wait(ring.full.index(stage), phase, pred=tile.mine)
+    return Step(stage, phase, tile, _scales(ring, stage, PART, 0))
 
 
 class Running(NamedTuple):
@@ -202,37 +220,27 @@ def multiply(
     Running), over `steps` stages from `step` on. Half a tile has the left part alone; without
     steps: zeros, `tile` and `running`."""
     left = gl.zeros([64, BLOCK], gl.float32, _layout())
-    right = left
-    product, by_left = running
-    stage, phase = step % PLAN.stages, (step // PLAN.stages) & 1
-    now = tile
+    right, product = left, running.product
+    now = Step(step % PLAN.stages, (step // PLAN.stages) & 1, tile, running.scale)
     # from 0: if `step`, which is carried from tile to tile, were a bound, Triton 3.6 would take it
     # for a constant
     for i in range(gl.where(tile.is_half, 0, steps) if PLAN.halves else steps):
-        _release_before(ring, stage, i > 0, PLAN)
-        by_right = _scales(ring, stage, PART, 1)
+        _release_before(ring, now.stage, i > 0, PLAN)
+        by_right = _scales(ring, now.stage, PART, 1)
         product = warpgroup_mma_wait(0, deps=[product])
-        left = _promoted(product, by_left, left)
-        product = _begin(ring, stage, 1, product, now.both, PART)
-        stage, phase = _after(stage, phase, PLAN)
-        if i + 1 == steps:
-            now = tile_of(turns, turn + 1, PART, PLAN)
-        mbarrier.wait(ring.full.index(stage), phase, pred=now.mine)
-        by_left = _scales(ring, stage, PART, 0)
+        left = _promoted(product, now.scale, left)
+        product = _begin(ring, now.stage, 1, product, now.tile.both, PART)
+        now = _next(ring, now, turns, turn, i + 1 == steps, PART, PLAN)
         product = warpgroup_mma_wait(0, deps=[product])
         right = _promoted(product, by_right, right)
-        product = _begin(ring, stage, 0, product, now.both, PART)
+        product = _begin(ring, now.stage, 0, product, now.tile.both, PART)
     if PLAN.halves:
         for i in range(gl.where(tile.is_half, steps, 0)):
-            _release_before(ring, stage, i > 0, PLAN)
-            stage, phase = _after(stage, phase, PLAN)
-            if i + 1 == steps:
-                now = tile_of(turns, turn + 1, PART, PLAN)
-            mbarrier.wait(ring.full.index(stage), phase, pred=now.mine)
-            by_next = _scales(ring, stage, PART, 0)
+            _release_before(ring, now.stage, i > 0, PLAN)
+            by_left = now.scale
+            now = _next(ring, now, turns, turn, i + 1 == steps, PART, PLAN)
             product = warpgroup_mma_wait(0, deps=[product])
             left = _promoted(product, by_left, left)
-            by_left = by_next
-            product = _begin(ring, stage, 0, product, now.both, PART)
-    _release_before(ring, stage, steps > 0, PLAN)
-    return left, right, now, Running(product, by_left)
+            product = _begin(ring, now.stage, 0, product, now.tile.both, PART)
+    _release_before(ring, now.stage, steps > 0, PLAN)
+    return left, right, now.tile, Running(product, now.scale)
