@@ -165,6 +165,22 @@ def test_a_rank_that_no_box_takes_is_left(rank, turned):
     assert not names
 
 
+def test_fp8_weights_that_are_not_widened_on_their_way_are_left():
+    """Scales that do not lie as their weight does, and a block of gates and ups."""
+    rows = Rows(random.Random(0), 128)
+    weight = torch.zeros(rows.experts, 320, 512).to(torch.float8_e4m3fn)
+    scale = torch.ones(rows.experts, 4, 3).mT
+    x, out = torch.zeros(rows.slots, 512, dtype=DTYPE), torch.zeros(rows.slots, 320, dtype=DTYPE)
+    with on_cpu() as names:
+        tile = Tile(128, 256, 64, ROLES, 3)
+        assert not grouped_gemm._on_hopper(x, weight, rows.order, out, tile, None, scale)
+        act = torch.zeros(rows.slots, 160, dtype=DTYPE)
+        result = Activated(act, act[:0], None, act, False, "silu None 1.0 0.0 concatenated", False)
+        tile, scale = Tile(128, 128, 64, ROLES, 3), scale.contiguous()
+        assert not gate_up._on_hopper(x, weight, rows.order, result, tile, None, scale)
+    assert not names
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_gate_up(seed):
     draw = random.Random(100 + seed)

@@ -4,7 +4,8 @@ So tiles that take long are no one program's, and those at work lie close togeth
 operands in the L2 cache. The order in which tiles are done changes no bit of them.
 
 An order may list lower tiles than a kernel has. An expert has a turn for each tile that is listed.
-The producer passes over turns that the kernel's higher tiles leave, and tells nobody.
+The producer passes over turns that the kernel's higher tiles leave, and tells nobody. Tiles that
+would keep few programs busy may be halved: two turns are then theirs, of half their columns each.
 """
 
 from __future__ import annotations
