@@ -40,16 +40,16 @@ class Ring(NamedTuple):
 
 
 class WidenedRing(NamedTuple):
-    """A Ring whose right operand comes as bytes."""
+    """A Ring whose right operand arrives in 8 bits, as `raw`, and is written by `widening`."""
 
     left: Any
     right: Any
     full: Any
     empty: Any
     raw: Any
-    """The bytes of each stage's right operand."""
+    """Each stage's e4m3, of the shape that `right` has."""
     come: Any
-    """Barriers that say that a stage's bytes are there."""
+    """Barriers that say that a stage's e4m3 is there."""
 
 
 @gluon.constexpr_function
@@ -66,7 +66,7 @@ def is_widened(plan):
 
 @gluon.constexpr_function
 def bytes_of_weight(plan):
-    """Bytes of a step's right operand that come by themselves."""
+    """Bytes of a step's weight that arrive at the barrier `full`: none where they are widened."""
     return 0 if plan.widened else 2 * plan.bn * 64
 
 
@@ -122,6 +122,7 @@ def ring_of(dtype: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _widened(ring, PLAN: gl.constexpr):
+    """A WidenedRing of this Ring, with its barriers ready."""
     STAGES: gl.constexpr = PLAN.stages
     swizzled: gl.constexpr = gl.NVMMASharedLayout(64 if PLAN.right_turned else 128, 8, 2)
     raw = gl.allocate_shared_memory(gl.float8e4nv, ring.right.shape, swizzled)
