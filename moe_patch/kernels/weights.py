@@ -3,7 +3,8 @@
 They have the rows' dtype, or they are FP8: e4m3 in blocks of 128 x 128, each with a scale in
 float32 or e8m0. Those are widened to the rows' dtype, which is exact, and the scale of a block
 multiplies its product in float32, so that no scaled weight is rounded or stored. Scales are logical
-[E, ceil(N / 128), ceil(K / 128)], with any strides, too.
+[E, ceil(N / 128), ceil(K / 128)], with any strides, too. (Kernels in hopper/ round scaled weights:
+`hopper/widening.py`.)
 
 Or they have 4 bits; `packed.py` reads those.
 """
