@@ -23,7 +23,6 @@ from .roles import run
 from .stores import in_halves
 from .turns import column_tiles, tiles_of, told, turns_of
 from .update import Update, bring_update
-from .widening import widen
 
 async_load = gluon_load()
 
@@ -121,11 +120,6 @@ def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.
 @gluon.jit
 def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
     produce(operands, update, tiles, ring, turns, find_tokens, _bring, bring_update, PLAN)
-
-
-@gluon.jit
-def _widen(scales, ring, turns, PLAN: gl.constexpr):
-    widen(scales, ring, turns, PLAN.bn, PLAN.bn // 2, PLAN)
 
 
 @gluon.jit
@@ -269,6 +263,6 @@ def dgate_hopper_kernel(
         (tensors, upper, row_to_slot, ring, turns, 0, PLAN, GATE),
         (tensors, lower, row_to_slot, ring, turns, 1, PLAN, GATE),
         (operands, Update(side, b), tiles, ring, turns, PLAN),
-        (scales, ring, turns, PLAN),
-        _consume, _produce, _widen, (232, 40), PLAN,
+        (scales, ring, turns, False, PLAN),
+        _consume, _produce, (232, 40), PLAN,
     )  # fmt: skip

@@ -30,7 +30,6 @@ from .roles import run
 from .stores import in_halves, rounded, staged_for, store_box
 from .turns import tiles_of, told, turns_of
 from .update import Update, bring_b, bring_side
-from .widening import widen
 
 async_load = gluon_load()
 WIDTH = gl.constexpr(128)
@@ -106,11 +105,6 @@ def _bring_update(update, ring, stage, turn, place, r, PARTS: gl.constexpr, PLAN
 @gluon.jit
 def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
     produce(operands, update, tiles, ring, turns, find_tokens, _bring, _bring_update, PLAN)
-
-
-@gluon.jit
-def _widen(scales, ring, turns, PLAN: gl.constexpr):
-    widen(scales, ring, turns, WIDTH, PLAN.n // 2, PLAN)
 
 
 class Waiting(NamedTuple):
@@ -229,6 +223,6 @@ def gate_up_hopper_kernel(
         (result, slot_weight, row_to_slot, ring, turns, 0, PLAN, GATE),
         (result, slot_weight, row_to_slot, ring, turns, 1, PLAN, GATE),
         (operands, Update(side, b), tiles, ring, turns, PLAN),
-        (scales, ring, turns, PLAN),
-        _consume, _produce, _widen, (224, 56), PLAN,
+        (scales, ring, turns, True, PLAN),
+        _consume, _produce, (224, 56), PLAN,
     )  # fmt: skip

@@ -21,7 +21,6 @@ from .rows import load_rows
 from .stores import Waiting, Writer, rounded, staged_for, write_quarter
 from .turns import tiles_of, told, turns_of
 from .update import Update, bring_update
-from .widening import widen
 
 
 class Plan(NamedTuple):
@@ -68,11 +67,6 @@ def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _widen(scales, ring, turns, PLAN: gl.constexpr):
-    widen(scales, ring, turns, PLAN.bn, PLAN.bn // 2, PLAN)
-
-
-@gluon.jit
 def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
     STEPS: gl.constexpr = steps_of(PLAN)
     step, turn = 0, 0
@@ -110,6 +104,6 @@ def gemm_hopper_kernel(
         (out, staged, ring, turns, 0, PLAN),
         (out, staged, ring, turns, 1, PLAN),
         (Operands(x, w), Update(side, b), tiles, ring, turns, PLAN),
-        (scales, ring, turns, PLAN),
-        _consume, _produce, _widen, (224, 56), PLAN,
+        (scales, ring, turns, False, PLAN),
+        _consume, _produce, (224, 56), PLAN,
     )  # fmt: skip

@@ -6,6 +6,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .widening import widen
+
 
 @gluon.jit
 def _do(WHAT: gl.constexpr, arguments):
@@ -15,11 +17,10 @@ def _do(WHAT: gl.constexpr, arguments):
 @gluon.jit
 def run(
     upper, lower, producer, widener,
-    CONSUME: gl.constexpr, PRODUCE: gl.constexpr, WIDEN: gl.constexpr, REGISTERS: gl.constexpr,
-    PLAN: gl.constexpr,
+    CONSUME: gl.constexpr, PRODUCE: gl.constexpr, REGISTERS: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Runs CONSUME with both halves' arguments, `upper` and `lower`, and PRODUCE with `producer`
-    beside each other; of a widened weight also WIDEN with `widener`.
+    beside each other; of a widened weight also `widen` with `widener`.
 
     REGISTERS are those of a thread that multiplies, and of one that loads, where nobody widens."""
     if PLAN.widened:
@@ -27,7 +28,7 @@ def run(
             [
                 (_do, (CONSUME, upper)),
                 (_do, (CONSUME, lower)),
-                (_do, (WIDEN, widener)),
+                (widen, widener),
                 (_do, (PRODUCE, producer)),
             ],
             [4, 4, 4 if PLAN.copied else 1],  # TMA needs one warp

@@ -65,9 +65,11 @@ def _wait(ring, step, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def widen(scales, ring, turns, WIDTH: gl.constexpr, SHIFT: gl.constexpr, PLAN: gl.constexpr):
-    """Widens what the producer brings. A tile's right operand is two parts of 128 columns: tiles
-    are WIDTH columns apart, and a tile's parts SHIFT."""
+def widen(scales, ring, turns, GATED: gl.constexpr, PLAN: gl.constexpr):
+    """Widens what the producer brings. A tile's right operand is two parts of 128 columns:
+    neighbours, or, GATED, of the gate and of up."""
+    WIDTH: gl.constexpr = BLOCK if GATED else PLAN.bn
+    SHIFT: gl.constexpr = PLAN.n // 2 if GATED else BLOCK
     STEPS: gl.constexpr = PLAN.k // BK
     UPDATE: gl.constexpr = steps_of(PLAN) - STEPS
     step, turn = 0, 0
