@@ -50,6 +50,6 @@ def test_an_empty_value_is_not_set(capsys, monkeypatch):
 
 @pytest.mark.parametrize("value, enabled", [("No", False), ("yes", True), ("", True)])
 def test_it_is_read_on_import(monkeypatch, value, enabled):
-    """By the module; test_decorated has a process with MOE_PATCH=0, and one without it."""
+    """Runs the module; test_decorated has a process with MOE_PATCH=0, and one without it."""
     monkeypatch.setenv("MOE_PATCH", value)
     assert runpy.run_path(switch.__file__)["ENABLED"] is enabled

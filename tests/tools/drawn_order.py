@@ -91,7 +91,7 @@ class World:
         self.tasks: list[Task] = []
         self.coming: list[Callable[[], None]] = []
         self.named: dict[tuple[int, int], list[int]] = {}
-        """Of a program's barriers with a number: arrivals, and how often all have."""
+        """Arrivals at a program's barriers with a number, and how often all have arrived."""
 
     def start(self, run: Callable[[], None], program: int, warps: int = 0) -> Task:
         """A task of a program, which begins some time; 0 warps: as many as its head has."""

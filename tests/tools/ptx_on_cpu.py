@@ -1,4 +1,4 @@
-"""What the assembly in `hopper/` computes, for `gluon_on_cpu`."""
+"""Assembly of `hopper/` in Python, for `gluon_on_cpu`."""
 
 from __future__ import annotations
 

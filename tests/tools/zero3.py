@@ -1,4 +1,4 @@
-"""What tests of DeepSpeed's ZeRO-3 share."""
+"""Setup that tests of DeepSpeed's ZeRO-3 share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 
 def compile_no_collectives() -> None:
-    """Has DeepSpeed, where it is installed, be content with gloo on CPUs, as off Linux.
+    """Makes DeepSpeed, where it is installed, use gloo on CPUs, as it does off Linux.
 
     The collective of its own, for inference, takes g++ half a minute; ZeRO-3 does not call it.
     """

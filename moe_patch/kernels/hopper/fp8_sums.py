@@ -23,23 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .ring import barriers_of, wait_full
 from .turns import columns_of, told
 
-
-class Tile(NamedTuple):
-    """A Place, for a warpgroup that has 64 of its rows."""
-
-    first: Any
-    """The first of them."""
-    end: Any
-    column: Any
-    """Its first column."""
-    is_half: Any
-    """Whether it has a left part alone."""
-    mine: Any
-    """Whether there are any."""
-    both: Any
-    """Whether both warpgroups have some, as int32."""
-
-
 BLOCK = gl.constexpr(128)
 """Columns and lines that a scale is for."""
 LANES = gl.constexpr(32)
@@ -94,6 +77,22 @@ def _section(both, PART: gl.constexpr, ENTER: gl.constexpr):
     PTX: gl.constexpr = _ENTER if ENTER else _LEAVE
     barrier = gl.to_tensor(14 + PART if ENTER else 15 - PART)
     gl.inline_asm_elementwise(PTX, "=r,r,r", [both, barrier], gl.int32, False, 1)
+
+
+class Tile(NamedTuple):
+    """A Place, for a warpgroup that has 64 of its rows."""
+
+    first: Any
+    """First row of the 64."""
+    end: Any
+    column: Any
+    """First column."""
+    is_half: Any
+    """Whether the tile has a left part alone."""
+    mine: Any
+    """Whether the warpgroup has any rows."""
+    both: Any
+    """Whether both warpgroups have some, as int32."""
 
 
 @gluon.jit
@@ -169,10 +168,10 @@ class Step(NamedTuple):
 
     stage: Any
     phase: Any
-    """Which of two phases the stage's barrier is in."""
+    """Phase of the stage's barrier: 0 or 1."""
     tile: Any
     scale: Any
-    """What the product of its left part is scaled by."""
+    """Scales [64] of the product of its left part."""
 
 
 @gluon.jit

@@ -61,7 +61,7 @@ class Place(NamedTuple):
     end: Any
     """The row after the tile's last, or after its expert's, which may be further; 0: no tile."""
     column: Any
-    """Number of the column tile; from the number of those on, of half a one."""
+    """Number of the column tile; counted on from `column_tiles`, that of half a tile."""
 
 
 @gluon.constexpr_function
