@@ -33,7 +33,7 @@ from .fp8_sums import (
 from .producer import find_nothing, produce
 from .ring import pass_over, wait_empty
 from .stores import in_halves, staged_for, store, store_box
-from .turns import HalvedTiles, Tiles, column_tiles, columns_of, halved, told, turns_of
+from .turns import Tiles, column_tiles, columns_of, halved, told, turns_of
 
 async_load, copy = gluon_load(), gluon_copy()
 
@@ -226,12 +226,11 @@ def fp8_hopper_kernel(
     through boxes of rows [64, 64]. `taken` is an order's; masked, turns are dealt, and
     `tile_expert`, `tile_row` and `num_tiles` are None."""
     if PLAN.m_max > 0:
-        tiles = groups * ((PLAN.m_max + PLAN.bm - 1) // PLAN.bm)
+        rows = groups * ((PLAN.m_max + PLAN.bm - 1) // PLAN.bm)
     else:
-        tiles = gl.load(num_tiles)
-    tiles = Tiles(ends, tile_expert, tile_row, tiles * column_tiles(PLAN))
-    if PLAN.halves:
-        tiles = HalvedTiles(*tiles, halved(tiles, groups, PLAN))
+        rows = gl.load(num_tiles)
+    total = rows * column_tiles(PLAN)
+    tiles = Tiles(ends, tile_expert, tile_row, total, halved(total, ends, groups, PLAN))
     ring, turns = ring_of(x, w, PLAN), turns_of(taken, PLAN)
     staged = None
     if GATE is None:

@@ -86,4 +86,4 @@ def produce(
         turn += 1
         place = own(turns, turn)
     # a program's first turn is not taken, but one is for which there is no tile
-    leave(turns, turns_in(tiles, PLAN), PLAN)
+    leave(turns, turns_in(tiles), PLAN)

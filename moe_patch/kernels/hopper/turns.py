@@ -20,23 +20,15 @@ from ..tiling import place
 
 
 class Tiles(NamedTuple):
-    """An ExpertOrder's tiles inside a kernel, and how many turns they are; or masked ones, which no
-    list has, and how many rows each expert has."""
-
-    expert_offsets: Any
-    tile_expert: Any
-    tile_row: Any
-    total: Any
-
-
-class HalvedTiles(NamedTuple):
-    """Tiles of which the last `halved` are two turns each, of half their columns."""
+    """An ExpertOrder's tiles inside a kernel, and how many they are; or masked ones, which no list
+    has, and how many rows each expert has."""
 
     expert_offsets: Any
     tile_expert: Any
     tile_row: Any
     total: Any
     halved: Any
+    """How many of the last ones are two turns each, of half their columns."""
 
 
 class Turns(NamedTuple):
@@ -93,7 +85,7 @@ def is_long(k):
 def tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr):
     """Tiles of a product."""
     total = gl.load(num_tiles) * column_tiles(PLAN)
-    return Tiles(expert_offsets, tile_expert, tile_row, total)
+    return Tiles(expert_offsets, tile_expert, tile_row, total, 0)
 
 
 @gluon.jit
@@ -145,32 +137,31 @@ def _halves(plan):
 
 
 @gluon.jit
-def halved(tiles, experts, PLAN: gl.constexpr):
-    """How many of the last Tiles are to be halved: all, if they are no more than half of the
+def halved(total, ends, experts, PLAN: gl.constexpr):
+    """How many of the last tiles are to be halved: all, if they are no more than half of the
     programs; or those of a last round in which no more than a quarter would be busy, since
     programs do not begin it together. Masked: all or none; those without rows do not count."""
-    if _masked_rows(PLAN) > 0:
+    if not _halves(PLAN):
+        return 0
+    elif _masked_rows(PLAN) > 0:
         by: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        high = tiles.total * 0
+        high = total * 0
         for begin in range(0, experts, 32 * gl.num_warps()):
             expert = begin + gl.arange(0, 32 * gl.num_warps(), by)
-            rows = gl.load(tiles.expert_offsets + expert, mask=expert < experts, other=0)
+            rows = gl.load(ends + expert, mask=expert < experts, other=0)
             rows = gl.minimum(rows, _masked_rows(PLAN))
             high += gl.sum((rows + PLAN.bm - 1) // PLAN.bm, axis=0)
-        return gl.where(2 * high * column_tiles(PLAN) <= gl.num_programs(0), tiles.total, 0)
+        return gl.where(2 * high * column_tiles(PLAN) <= gl.num_programs(0), total, 0)
     else:
-        rest = tiles.total % gl.num_programs(0)
-        share = gl.where(rest == tiles.total, 2, 4)
+        rest = total % gl.num_programs(0)
+        share = gl.where(rest == total, 2, 4)
         return gl.where(share * rest <= gl.num_programs(0), rest, 0)
 
 
 @gluon.jit
-def turns_in(tiles, PLAN: gl.constexpr):
+def turns_in(tiles):
     """How many turns all tiles are."""
-    if _halves(PLAN):
-        return tiles.total + tiles.halved
-    else:
-        return tiles.total
+    return tiles.total + tiles.halved
 
 
 @gluon.jit
@@ -261,7 +252,7 @@ def tell(turns, turn, at, tiles, PLAN: gl.constexpr):
     tile long before those that share a weight with it: so an expert's tiles are equally high there.
     """
     expert, first, end, column = 0, 0, 0, 0
-    found, all_turns = at, turns_in(tiles, PLAN)
+    found, all_turns = at, turns_in(tiles)
     while at < all_turns:
         expert, first, end, column = _place(at, tiles, PLAN)
         found = at
