@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ops import drawn_bytes
 
-from moe_patch import kernels
 from moe_patch.kernels import chips, dgate, dw, gate_up, grouped_gemm, tiles
 from moe_patch.kernels.tiles import ROLES, Product, Tile
 from moe_patch.kernels.weights import suffix
@@ -70,21 +70,6 @@ def with_slack(draw, rows, columns, dtype, device):
     """Random [rows, columns], perhaps a part of something wider."""
     slack = 8 * draw.choice((0, 0, 1, 5))
     return torch.randn(rows, columns + slack, device=device).to(dtype)[:, :columns]
-
-
-def drawn_bytes(draw, weight):
-    """A weight [E, N, K] or its e4m3, the scales of that or None, and what they stand for."""
-    if draw.random() < 0.5 or any(size % 16 for size in weight.shape[1:]):
-        return weight, None, weight
-    by_columns = weight.stride(2) != 1
-    lying = weight.mT if by_columns else weight
-    experts, lines, columns = lying.shape
-    scale = torch.rand(experts, -(-lines // 128), -(-columns // 128), device=weight.device) * 0.3
-    if draw.random() < 0.3:
-        scale = scale.to(torch.float8_e8m0fnu)
-    narrow = lying.to(torch.float8_e4m3fn)
-    wide = kernels.dequantize.dequantize(narrow, scale, torch.empty_like(lying))
-    return tuple(each.mT if by_columns else each for each in (narrow, scale, wide))
 
 
 @pytest.mark.gpu

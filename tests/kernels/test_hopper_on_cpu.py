@@ -13,6 +13,7 @@ import pytest
 import torch
 from drawn_order import Deadlock, here
 from gluon_on_cpu import on_cpu
+from ops import drawn_bytes
 
 from moe_patch import reference
 from moe_patch.kernels import chips, dgate, dw, fp8_gemm, gate_up, grouped_gemm, tiles
@@ -79,19 +80,6 @@ class Rows:
 def drawn_weight(draw, *size):
     weight = torch.randn(*size).to(DTYPE) * 0.1
     return weight.mT.contiguous().mT if draw.random() < 0.5 else weight
-
-
-def drawn_bytes(draw, weight):
-    """(the weight or its e4m3, its scales or None, what that stands for)."""
-    if draw.random() < 0.5 or any(size % 16 for size in weight.shape[1:]):
-        return weight, None, weight
-    experts, *size = weight.shape
-    scale = torch.rand(experts, *(-(-n // 128) for n in size)) * 3
-    narrow = weight.to(torch.float8_e4m3fn)  # keeps its strides
-    if weight.stride(2) != 1:
-        scale = scale.mT.contiguous().mT
-    wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, : size[0], : size[1]]
-    return narrow, scale, (narrow.float() * wide).to(DTYPE)
 
 
 def drawn_tile(draw, listed, columns, scale, stages=None):
@@ -341,10 +329,10 @@ def test_fp8(monkeypatch, masked, activated, seed):
     else:
         ends = order.expert_offsets.tolist()
         parts = [(e, slice(*both)) for e, both in enumerate(zip(ends, ends[1:]))]
-    wide = x.double() * x_scale.double().repeat_interleave(128, 1)[:, :k]
+    wide = reference.dequantize(x, x_scale, torch.float64)
+    weights = reference.dequantize(weight, scale, torch.float64)
     for expert, part in parts:
-        by = scale[expert].double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
-        truth = wide[part] @ (weight[expert].double() * by).T
+        truth = wide[part] @ weights[expert].T
         found = pre if activated else out
         assert torch.allclose(found[part].double(), truth, rtol=2**-8, atol=2e-2)
 
@@ -360,7 +348,7 @@ def test_fp8(monkeypatch, masked, activated, seed):
         (40, [200, 130, 64], True),
     ],
 )
-def test_fp8_halves_tiles(monkeypatch, programs, rows, masked):
+def test_fp8_halves_tiles(monkeypatch, forgetful, programs, rows, masked):
     """A last round has one or two tiles, or there are more programs than tiles. The last column
     tile has no right part."""
     torch.manual_seed(0)
@@ -382,12 +370,23 @@ def test_fp8_halves_tiles(monkeypatch, programs, rows, masked):
     x, x_scale = reference.quantize(torch.randn(len(expert), k))
     weight, scale = reference.quantize_weight(torch.randn(len(rows), n, k))
     out = torch.empty(len(expert), n, dtype=torch.bfloat16)
-    wide = x.double() * x_scale.double().repeat_interleave(128, 1)[:, :k]
-    by = scale.double().repeat_interleave(128, 1)[:, :n].repeat_interleave(128, 2)[:, :, :k]
-    truth = torch.einsum("rk,rnk->rn", wide, (weight.double() * by)[expert])
+    wide = reference.dequantize(x, x_scale, torch.float64)
+    weights = reference.dequantize(weight, scale, torch.float64)
+    truth = torch.einsum("rk,rnk->rn", wide, weights[expert])
+    loads, load = [], gluon_on_cpu.FAKES["async_load"]
+
+    def counted(*arguments):
+        loads.append(arguments)
+        load(*arguments)
+
+    monkeypatch.setitem(gluon_on_cpu.FAKES, "async_load", counted)
     for seed in range(2):
+        gluon_on_cpu.forget()
+        loads.clear()
         with on_cpu(seed):
             fp8_gemm.fp8_gemm(x, x_scale, weight, scale, out=out.fill_(7.0), **how)
+        # rows and two parts of the weight in each of three steps, or rows and one part, twice
+        assert len(loads) == 3 * (3 * tiles + rest)
         assert torch.allclose(out[inside].double(), truth[inside], rtol=2**-8, atol=2e-2)
         assert bool((out[~inside] == 7).all())
         assert masked or not order.taken.item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from typing import Any
 
@@ -98,6 +99,23 @@ def quantised(weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple
     if weight.stride(1) == 1:  # stored [E, K, N]
         fp8 = fp8.transpose(1, 2).contiguous().transpose(1, 2)
     return fp8, scale.to(scale_dtype)
+
+
+def drawn_bytes(
+    draw: random.Random, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(a weight [E, N, K] or its e4m3, the scales of that or None, what they stand for), each
+    contiguous in the order in which the weight lies."""
+    if draw.random() < 0.5 or any(size % 16 for size in weight.shape[1:]):
+        return weight, None, weight
+    by_columns = weight.stride(2) != 1
+    lying = weight.mT if by_columns else weight
+    scale = torch.rand(len(lying), *(-(-n // 128) for n in lying.shape[1:]), device=weight.device)
+    if draw.random() < 0.3:
+        scale = scale.to(torch.float8_e8m0fnu)
+    narrow = lying.to(torch.float8_e4m3fn)
+    wide = reference.dequantize(narrow, scale, weight.dtype)
+    return tuple(each.mT if by_columns else each for each in (narrow, scale, wide))
 
 
 def in_fp8(
