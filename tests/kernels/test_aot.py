@@ -48,7 +48,7 @@ def elsewhere(*case):
         ("sm_120", "lora lora_wide fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
-            f"{BASIC} gpt_oss gpt_oss_decode fp8_short {IN_4_BITS} fp8_lora",
+            f"{BASIC} gpt_oss gpt_oss_decode fp8_decode fp8_short {IN_4_BITS} fp8_lora",
             KERNELS | HOPPER | IN_REGISTERS | DECODE_4_BITS | {"row_sums_kernel"},
         ),
         ("sm_90", "lora_wide", {"grouped_gemm_kernel"} | HOPPER - FP8 - {"fp8_hopper_kernel"}),

@@ -1,9 +1,8 @@
 """Direct launches hand the driver the same bytes as Triton's own, without a GPU: `python
 tests/tools/direct.py`. With `time`, what a block costs the host instead.
 
-The kernels are compiled for sm_90 as far as LLVM's IR, which has their parameters and memory; the
-code behind it, a third of the time, is left out. stub_cuda.c stands in for the driver. Tensors are
-the CPU's, and nothing is computed.
+The kernels are compiled for sm_90; stub_cuda.c stands in for the driver. Tensors are the CPU's, and
+nothing is computed.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import ctypes
 import functools
 import gc
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,6 @@ os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
 
 import torch
 import triton
-from triton.backends.nvidia import compiler
 from triton.backends.nvidia import driver as nvidia
 
 subprocess.run(
@@ -65,22 +62,6 @@ gc.freeze()  # no collection of garbage looks for any in what was imported
 kernels.why_not = functools.cache(lambda device_type: None)
 chips.chip = lambda device: chips.nvidia(90, 232_448)
 chips.name = lambda device: "NVIDIA H200"
-
-
-def without_code(backend=None, stages=None, *_):
-    """Stands in for PTX and ptxas; Triton asks for two keys, too."""
-
-    def name_alone(ir, metadata):
-        (metadata["name"],) = re.findall(r"^define ptx_kernel void @(\w+)", ir, re.MULTILINE)
-        return ""
-
-    if stages is not None:
-        stages |= {"ptx": name_alone, "cubin": lambda ptx, metadata: b"nothing"}
-    return "", ""
-
-
-compiler.llvm.optimize_module = lambda *_, **__: None
-triton.knobs.runtime.add_stages_inspection_hook = without_code
 
 
 def parameter_sizes(signature, boxes):
