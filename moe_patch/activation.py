@@ -23,11 +23,12 @@ except ImportError:  # no kernel runs then, and the twins need none
 class Act:
     """An entry of ACTS.
 
-    `kernel(gate, ALPHA)` is source for Triton and Gluon, which compile it into every kernel that
-    activates: from a float32 tile it returns (act(gate), its derivative by gate). It may use
-    elementwise functions of `tl` (exp, erf, abs, where, maximum), numbers, and nothing else of its
-    file. `twin(gate, alpha)` is act(gate) in PyTorch, in any dtype; autograd differentiates it.
-    `has_alpha` says whether an Activation may set alpha, 1 for all others.
+    `kernel(gate, ALPHA, SIGMOID)` is source for Triton and Gluon, which compile it into every
+    kernel that activates: from a float32 tile it returns (act(gate), its derivative by gate). It
+    may use elementwise functions of `tl` (exp, erf, abs, where, maximum), SIGMOID(x), which is
+    1 / (1 + exp(-x)), numbers, and nothing else of its file. `twin(gate, alpha)` is act(gate) in
+    PyTorch, in any dtype; autograd differentiates it. `has_alpha` says whether an Activation may
+    set alpha, 1 for all others.
     """
 
     kernel: Callable[..., Any]
@@ -35,29 +36,29 @@ class Act:
     has_alpha: bool = False
 
 
-def _silu(gate, ALPHA):
-    sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
+def _silu(gate, ALPHA, SIGMOID):
+    sigmoid = SIGMOID(ALPHA * gate)
     return gate * sigmoid, sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid))
 
 
-def _gelu(gate, ALPHA):
+def _gelu(gate, ALPHA, SIGMOID):
     share = 0.5 * (1.0 + tl.erf(0.7071067811865476 * gate))
     return gate * share, share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
 
 
-def _gelu_tanh(gate, ALPHA):
+def _gelu_tanh(gate, ALPHA, SIGMOID):
     # (1 + tanh(z)) / 2 is sigmoid(2 z)
     cube = 0.044715 * gate * gate
-    share = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * gate * (1.0 + cube)))
+    share = SIGMOID(1.5957691216057308 * gate * (1.0 + cube))
     value = gate * share
     return value, share + value * (1.0 - share) * 1.5957691216057308 * (1.0 + 3.0 * cube)
 
 
-def _relu(gate, ALPHA):
+def _relu(gate, ALPHA, SIGMOID):
     return tl.where(gate < 0, 0.0, gate), tl.where(gate > 0, 1.0, 0.0)
 
 
-def _relu2(gate, ALPHA):
+def _relu2(gate, ALPHA, SIGMOID):
     slope = 2.0 * tl.where(gate < 0, 0.0, gate)
     return 0.5 * slope * gate, slope
 

@@ -14,6 +14,14 @@ from torch import Tensor
 from ..activation import ACTS, parse
 
 _compiled = functools.cache(triton.jit)
+_SIGMOID = tl.constexpr("""{
+    .reg .f32 x;
+    mul.rn.f32 x, $1, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 x, x;
+    add.rn.f32 x, x, 0f3F800000;
+    rcp.approx.ftz.f32 $0, x;
+}""")
+"""1 / (1 + 2^(-x log2(e)))"""
 
 
 class Gate(NamedTuple):
@@ -26,9 +34,11 @@ class Gate(NamedTuple):
     alpha: float
     offset: float
     form: str
+    sigmoid: Any
+    """1 / (1 + exp(-x)), as a jit function."""
     source: str
-    """A digest of act's source: Triton files compiled kernels by the text of their constants, and a
-    function's shows its name alone."""
+    """A digest of both functions' source: Triton files compiled kernels by the text of their
+    constants, and a function's shows its name alone."""
 
 
 class Activated(NamedTuple):
@@ -45,14 +55,30 @@ class Activated(NamedTuple):
     """act is written in the order in which the next product reads it."""
 
 
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _sigmoid_in_ptx(x):
+    """The same in 4 instructions instead of 11: what Triton's exponential and quotient do besides
+    is for numbers below 2^-126. The bits are the same from -87 on; below it is 0."""
+    return tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], tl.float32, True, 1)
+
+
 @functools.lru_cache(64)
-def gate_of(activation: str) -> Gate:
-    """Return the constant for `str` of an Activation, or for an act's name."""
+def gate_of(activation: str, ptx: bool = False) -> Gate:
+    """Return the constant for `str` of an Activation, or for an act's name; `ptx`: of a kernel that
+    runs on NVIDIA's chips alone."""
     found = parse(activation)
-    formula = ACTS[found.act].kernel
-    source = hashlib.sha256(inspect.getsource(formula).encode()).hexdigest()[:16]
-    limit = found.limit or 0.0
-    return Gate(_compiled(formula), limit, found.alpha, found.offset, found.form, source)
+    formula, sigmoid = ACTS[found.act].kernel, _sigmoid_in_ptx if ptx else _sigmoid
+    text = inspect.getsource(formula) + inspect.getsource(sigmoid.fn) + ptx * _SIGMOID.value
+    source = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Gate(
+        _compiled(formula), found.limit or 0.0, found.alpha, found.offset, found.form, sigmoid,
+        source,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -67,7 +93,7 @@ def glu(gate, up, GATE: tl.constexpr):
         up = tl.where(up_over, tl.where(up > 0, GATE.limit, -GATE.limit), up)
     if GATE.offset != 0:
         up += GATE.offset
-    value, slope = GATE.act(gate, GATE.alpha)
+    value, slope = GATE.act(gate, GATE.alpha, GATE.sigmoid)
     by_gate, by_up = slope * up, value
     if GATE.limit > 0:
         by_gate = tl.where(gate_over, 0.0, by_gate)

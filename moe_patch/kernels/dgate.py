@@ -162,7 +162,8 @@ class Made(NamedTuple):
 def _launch_on_hopper(activation: str, **sizes: Any) -> Launch:
     from .hopper.dgate import Plan, dgate_hopper_kernel
 
-    return Launch(dgate_hopper_kernel, PLAN=Plan(**sizes), GATE=gate_of(activation), num_warps=4)
+    gate = gate_of(activation, ptx=True)
+    return Launch(dgate_hopper_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
 
 
 def _on_hopper(

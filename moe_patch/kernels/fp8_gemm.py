@@ -124,7 +124,8 @@ def _prepared(
     save_pre: bool,
 ) -> tuple[Launch, int]:  # fmt: skip
     """(a launch, columns of the result from one tile to the next)."""
-    gate, group_m = gate_of(activation) if activation else None, 16 if k > 4096 else 8
+    gate = gate_of(activation, ptx=hopper) if activation else None
+    group_m = 16 if k > 4096 else 8
     if hopper:
         from .hopper.fp8 import fp8_hopper_kernel, plan
 
@@ -175,7 +176,7 @@ def fp8_gemm(
         tiles = order.tile_expert.numel()
         listed = order.tile_expert, order.tile_row, order.num_tiles
     else:
-        m_max, ends, listed = slots // experts, masked_m, (None,) * 3
+        m_max, ends, listed = slots // experts, masked_m, (masked_m,) * 3  # nobody reads those
         bm = 128 if boxes else 64
         tiles = experts * cdiv(m_max, bm)
     other = _beside_stages(None if activation else out) if boxes else 4096

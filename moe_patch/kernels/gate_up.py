@@ -163,7 +163,8 @@ _launches = launches(gate_up_kernel)
 def _launch_on_hopper(activation: str, **sizes: Any) -> Launch:
     from .hopper.gate_up import Plan, gate_up_hopper_kernel
 
-    return Launch(gate_up_hopper_kernel, PLAN=Plan(**sizes), GATE=gate_of(activation), num_warps=4)
+    gate = gate_of(activation, ptx=True)
+    return Launch(gate_up_hopper_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
 
 
 def _on_hopper(

@@ -76,7 +76,7 @@ def _gemm(**sizes: object) -> Launch:
 def _gate_up(activation: str, **sizes: object) -> Launch:
     from .hopper.packed import Plan, gate_up_packed_kernel
 
-    gate = gate_of(activation)
+    gate = gate_of(activation, ptx=True)
     return Launch(gate_up_packed_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
 
 

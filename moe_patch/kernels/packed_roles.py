@@ -56,7 +56,7 @@ def _gate_up(activation: str, **sizes: Any) -> Launch:
     from .hopper.packed_ring import Plan
     from .hopper.packed_roles import gate_up_packed_roles_kernel
 
-    gate = gate_of(activation)
+    gate = gate_of(activation, ptx=True)
     return Launch(gate_up_packed_roles_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
 
 

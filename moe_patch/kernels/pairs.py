@@ -53,7 +53,7 @@ def _gate_up(activation: str, **sizes: Any) -> Launch:
     from .hopper.pairs import gate_up_pairs_kernel
     from .hopper.pairs_ring import Plan
 
-    gate = gate_of(activation)
+    gate = gate_of(activation, ptx=True)
     return Launch(gate_up_pairs_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
 
 

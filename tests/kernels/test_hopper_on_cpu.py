@@ -30,6 +30,7 @@ EPS = torch.finfo(DTYPE).eps
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
+    ptx_on_cpu.known()
     monkeypatch.setattr(chips, "multiprocessors", lambda device: 3)
 
 
@@ -307,7 +308,6 @@ def test_fp8(monkeypatch, masked, activated, seed):
     monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
     monkeypatch.setattr(fp8_gemm.chips, "chip", lambda device: hopper)
     monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: (1, 2, 16)[seed])
-    ptx_on_cpu.known()
     if masked:
         slots, order = experts * 200, None
         counts = torch.tensor([0, 77, 200], dtype=torch.int32)
@@ -359,7 +359,6 @@ def test_fp8_halves_tiles(monkeypatch, forgetful, programs, rows, masked, halved
     monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
     monkeypatch.setattr(fp8_gemm.chips, "chip", lambda device: hopper)
     monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: programs)
-    ptx_on_cpu.known()
     tiles = 2 * sum(-(-count // 128) for count in rows)
     expert = torch.arange(len(rows)).repeat_interleave(200 if masked else torch.tensor(rows))
     if masked:
@@ -391,6 +390,43 @@ def test_fp8_halves_tiles(monkeypatch, forgetful, programs, rows, masked, halved
         assert torch.allclose(out[inside].double(), truth[inside], rtol=2**-8, atol=2e-2)
         assert bool((out[~inside] == 7).all())
         assert masked or not order.taken.item()
+
+
+@pytest.mark.parametrize("experts", [4, 70])
+def test_masked_tiles_are_dealt_evenly(monkeypatch, forgetful, experts):
+    """Each of four experts with 100 of 200 rows has two tiles, and each of 8 programs has one; so
+    it is if 66 experts before and between them have no rows."""
+    torch.manual_seed(0)
+    k, n, hopper = 256, 512, chips.nvidia(90, 232_448)
+    monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_gemm.chips, "chip", lambda device: hopper)
+    monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: 8)
+    counts = torch.zeros(experts, dtype=torch.int32)
+    counts[:: experts // 4][:4] = 100
+    counts[counts == 0] = -1  # is none, too
+    counts = counts.flip(0)
+    x, x_scale = reference.quantize(torch.randn(experts * 200, k))
+    weight, scale = reference.quantize_weight(torch.randn(experts, n, k))
+    out = torch.full((experts * 200, n), 7.0, dtype=torch.bfloat16)
+    loads, load = [0] * 8, gluon_on_cpu.FAKES["async_load"]
+
+    def counted(*arguments):
+        loads[here().program] += 1
+        load(*arguments)
+
+    monkeypatch.setitem(gluon_on_cpu.FAKES, "async_load", counted)
+    gluon_on_cpu.forget()
+    with on_cpu():
+        fp8_gemm.fp8_gemm(x, x_scale, weight, scale, masked_m=counts, out=out)
+    assert loads == [2 * 3] * 8  # rows and two parts of the weight in each of two steps
+    wide = reference.dequantize(x, x_scale, torch.float64)
+    weights = reference.dequantize(weight, scale, torch.float64)
+    for expert, (count, rows) in enumerate(zip(counts.tolist(), wide.split(200), strict=True)):
+        count = max(count, 0)
+        found = out[200 * expert : 200 * expert + 200]
+        truth = rows[:count] @ weights[expert].T
+        assert torch.allclose(found[:count].double(), truth, rtol=2**-8, atol=2e-2)
+        assert bool((found[count:] == 7).all())
 
 
 @pytest.mark.parametrize("rows", [[60, 60, 60, 60], [20, 20, 180, 20]], ids=["even", "large"])

@@ -11,7 +11,7 @@ import torch
 from ptx import MASK, Thread, as_bits, as_float, bfloat, bfloat_bits
 
 from moe_patch.formats.packed import FORMATS, Packed
-from moe_patch.kernels import decode_packed, packed
+from moe_patch.kernels import activate, decode_packed, packed
 from moe_patch.kernels.hopper import codes, lookup
 
 NF4 = FORMATS["nf4"].values
@@ -166,3 +166,10 @@ class Read(dict):
     def __getitem__(self, at):
         self.asked.add(at)
         return super().__getitem__(at)
+
+
+def test_sigmoid():
+    for x in (-200.0, -88.0, -20.0, -1.5, -1e-30, 0.0, 0.3, 7.0, 90.0, 200.0):
+        (found,) = Thread().run(activate._SIGMOID.value, as_bits(x), outputs=1)
+        wanted = float(torch.tensor(x, dtype=torch.float64).sigmoid())
+        assert math.isclose(as_float(found), wanted, rel_tol=2e-5, abs_tol=2e-38), x

@@ -16,6 +16,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 import moe_patch
 from moe_patch import reference
+from moe_patch.kernels import chips, dgate, grouped_gemm
 from moe_patch.parity import emulate, law
 from moe_patch.parity.compare import Comparison
 from moe_patch.shapes import build
@@ -223,6 +224,25 @@ def test_check_parity_of_a_model(use, emulated):
 def test_kernels_obey_the_law(device, emulated, dtype, inner):
     report = moe_patch.check_parity(block(inner).to(device), dtype=dtype, tokens=[2, 64])
     assert report.passed, report
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+def test_weights_that_are_widened_on_their_way_obey_the_law(device, emulated, monkeypatch, dtype):
+    """At 256 rows an expert, where the chip is Hopper. Their values are rounded there."""
+    began = set()
+    for module in (grouped_gemm, dgate):
+
+        def asked(*arguments, name=module.__name__, original=module._on_hopper):
+            if original(*arguments):
+                began.add(name)
+                return True
+            return False
+
+        monkeypatch.setattr(module, "_on_hopper", asked)
+    report = moe_patch.check_parity(block(320).to(device), dtype=dtype, tokens=512)
+    assert report.passed, report
+    assert len(began) == (2 if chips.chip(device).wgmma else 0)
 
 
 def test_rounded_activations_are_no_excuse_where_weights_are_widened(use, emulated):

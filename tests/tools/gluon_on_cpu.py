@@ -419,6 +419,7 @@ LANGUAGE = Language(
     fma=lambda a, b, c: a * b + c,
     exp=lambda x: T(x.v.exp(), x.layout), abs=lambda x: T(x.v.abs(), x.layout),
     max=lambda x, axis: T(x.v.amax(axis)), sum=lambda x, axis: T(x.v.sum(axis)),
+    cumsum=lambda x, axis: T(x.v.cumsum(axis)),
     zeros_like=lambda x: T(torch.zeros_like(x.v), x.layout),
     join=lambda a, b: T(torch.stack((a.v, b.v), -1)),
     load=lambda p, mask=None, other=None, **_: p.load(mask, other),

@@ -11,6 +11,7 @@ from gluon_on_cpu import PTX, P
 from torch import Tensor
 
 from moe_patch.formats.packed import FORMATS
+from moe_patch.kernels import activate
 from moe_patch.kernels.hopper import codes, fp8_sums, lookup
 
 MXFP4 = torch.tensor(FORMATS["mxfp4"].values)
@@ -97,6 +98,7 @@ def _enter(both: Any, barrier: Any) -> Any:
 
 
 IN_PYTHON = {
+    activate._SIGMOID.value: torch.sigmoid,
     fp8_sums._FMA.value: lambda a, b, c: a * b + c,
     fp8_sums._ENTER.value: _enter,
     fp8_sums._LEAVE.value: lambda both, barrier: _arrived(both, barrier)[0],

@@ -33,7 +33,7 @@ from .fp8_sums import (
 from .producer import find_nothing, produce
 from .ring import pass_over, wait_empty
 from .stores import in_halves, staged_for, store, store_box
-from .turns import Tiles, column_tiles, columns_of, halved, told, turns_of
+from .turns import columns_of, tiles_of, told, turns_of
 
 async_load, copy = gluon_load(), gluon_copy()
 
@@ -113,7 +113,8 @@ def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.
 
 
 @gluon.jit
-def _produce(operands, tiles, ring, turns, PLAN: gl.constexpr):
+def _produce(operands, listed, ring, turns, PLAN: gl.constexpr):
+    tiles = tiles_of(*listed, PLAN)
     produce(operands, operands, tiles, ring, turns, find_nothing, _bring, _bring, PLAN)
 
 
@@ -223,25 +224,20 @@ def fp8_hopper_kernel(
     PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
     """x [S, K] and w [E * N, K] as boxes [128, 128]. GATE None: the product is stored as it is,
-    through boxes of rows [64, 64]. `taken` is an order's; masked, turns are dealt, and
-    `tile_expert`, `tile_row` and `num_tiles` are None."""
-    if PLAN.m_max > 0:
-        rows = groups * ((PLAN.m_max + PLAN.bm - 1) // PLAN.bm)
-    else:
-        rows = gl.load(num_tiles)
-    total = rows * column_tiles(PLAN)
-    tiles = Tiles(ends, tile_expert, tile_row, total, halved(total, ends, groups, PLAN))
+    through boxes of rows [64, 64]. `taken` is an order's. Masked, turns are dealt, and
+    nobody reads `taken`, `tile_expert`, `tile_row` and `num_tiles`."""
     ring, turns = ring_of(x, w, PLAN), turns_of(taken, PLAN)
     staged = None
     if GATE is None:
         staged = staged_for(out.dtype, PLAN)
+    listed = ends, tile_expert, tile_row, num_tiles, groups
     operands, scales = Operands(x, w), Scales(x_scale, w_scale, stride_xs, stride_xg)
     result = Result(out, staged, out_scale, pre, stride_os)
     gl.warp_specialize(
         [
             (_consume, (result, ring, turns, 0, PLAN, GATE, SAVE_PRE)),
             (_consume, (result, ring, turns, 1, PLAN, GATE, SAVE_PRE)),
-            (_produce, (operands, tiles, ring, turns, PLAN)),
+            (_produce, (operands, listed, ring, turns, PLAN)),
             (_produce_scales, (scales, ring, turns, PLAN)),
         ],
         [4, 1, 1],

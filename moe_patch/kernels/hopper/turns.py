@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -21,11 +22,12 @@ from ..tiling import place
 
 class Tiles(NamedTuple):
     """An ExpertOrder's tiles inside a kernel, and how many they are; or masked ones, which no list
-    has, and how many rows each expert has."""
+    has: `ends` are then how many rows each of `experts` has."""
 
-    expert_offsets: Any
+    ends: Any
     tile_expert: Any
     tile_row: Any
+    experts: Any
     total: Any
     halved: Any
     """How many of the last ones are two turns each, of half their columns."""
@@ -82,13 +84,6 @@ def is_long(k):
 
 
 @gluon.jit
-def tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr):
-    """Tiles of a product."""
-    total = gl.load(num_tiles) * column_tiles(PLAN)
-    return Tiles(expert_offsets, tile_expert, tile_row, total, 0)
-
-
-@gluon.jit
 def turns_of(taken, PLAN: gl.constexpr, SLOTS: gl.constexpr = 2):
     """Turns with their barriers ready, of which SLOTS may be told and not be read yet."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -137,25 +132,37 @@ def _halves(plan):
 
 
 @gluon.jit
-def halved(total, ends, experts, PLAN: gl.constexpr):
+def _halved(total, PLAN: gl.constexpr):
     """How many of the last tiles are to be halved: all, if they are no more than half of the
     programs; or those of a last round in which no more than a quarter would be busy, since
-    programs do not begin it together. Masked: all or none; those without rows do not count."""
-    if not _halves(PLAN):
-        return 0
-    elif _masked_rows(PLAN) > 0:
-        by: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        high = total * 0
-        for begin in range(0, experts, 32 * gl.num_warps()):
-            expert = begin + gl.arange(0, 32 * gl.num_warps(), by)
-            rows = gl.load(ends + expert, mask=expert < experts, other=0)
-            rows = gl.minimum(rows, _masked_rows(PLAN))
-            high += gl.sum((rows + PLAN.bm - 1) // PLAN.bm, axis=0)
-        return gl.where(2 * high * column_tiles(PLAN) <= gl.num_programs(0), total, 0)
-    else:
+    programs do not begin it together."""
+    if _halves(PLAN):
         rest = total % gl.num_programs(0)
         share = gl.where(rest == total, 2, 4)
         return gl.where(share * rest <= gl.num_programs(0), rest, 0)
+    else:
+        return 0
+
+
+@gluon.jit
+def _turns_of_experts(ends, experts, begin, PLAN: gl.constexpr):
+    """Masked: how many tiles each of as many experts as there are threads has, from `begin` on."""
+    M_MAX: gl.constexpr = _masked_rows(PLAN)
+    expert = begin + _threads()
+    rows = gl.minimum(gl.load(ends + expert, mask=expert < experts, other=0), M_MAX)
+    return (gl.maximum(rows, 0) + PLAN.bm - 1) // PLAN.bm * column_tiles(PLAN)
+
+
+@gluon.jit
+def tiles_of(ends, tile_expert, tile_row, num_tiles, experts, PLAN: gl.constexpr):
+    """Tiles of a product: of an order, or, masked, of `ends` and `experts` alone."""
+    if _masked_rows(PLAN) > 0:
+        total = experts * 0
+        for begin in range(0, experts, 32 * gl.num_warps()):
+            total += gl.sum(_turns_of_experts(ends, experts, begin, PLAN), axis=0)
+    else:
+        total = gl.load(num_tiles) * column_tiles(PLAN)
+    return Tiles(ends, tile_expert, tile_row, experts, total, _halved(total, PLAN))
 
 
 @gluon.jit
@@ -165,22 +172,37 @@ def turns_in(tiles):
 
 
 @gluon.jit
+def _masked_place(at, tiles, PLAN: gl.constexpr):
+    """(expert, first row, the row after its last, column tile) of tile `at`. An expert's row tiles
+    stand together, so that they read a weight's columns at the same time."""
+    M_MAX: gl.constexpr = _masked_rows(PLAN)
+    expert, before, total = at * 0, at * 0, at * 0
+    for begin in range(0, tiles.experts, 32 * gl.num_warps()):
+        past = total + tl.cumsum(_turns_of_experts(tiles.ends, tiles.experts, begin, PLAN), 0)
+        expert += gl.sum((past <= at).to(gl.int32), axis=0)
+        before = gl.maximum(before, gl.max(gl.where(past <= at, past, 0), axis=0))
+        total = gl.max(past, axis=0)
+    rows = gl.minimum(gl.load(tiles.ends + expert), M_MAX)
+    high = (rows + PLAN.bm - 1) // PLAN.bm
+    first = expert * M_MAX + (at - before) % high * PLAN.bm
+    return expert, first, expert * M_MAX + rows, (at - before) // high
+
+
+@gluon.jit
 def _place(at, tiles, PLAN: gl.constexpr):
     """The Place of turn `at` of all."""
     COLUMNS: gl.constexpr = column_tiles(PLAN)
-    EVEN: gl.constexpr = is_long(PLAN.k)
     tile, half = at, 0
     if _halves(PLAN):
         half = at - (tiles.total - tiles.halved)
         tile = gl.where(half < 0, at, at - half + half // 2)
-        if _masked_rows(PLAN) > 0:  # halved: the first row tiles of all experts come first
-            HIGH: gl.constexpr = (_masked_rows(PLAN) + PLAN.bm - 1) // PLAN.bm
-            first = tiles.total // HIGH
-            tile = gl.where(half < 0, tile, tile % first * HIGH + tile // first)
-    expert, first, end, column = place(
-        tile, tiles.tile_expert, tiles.tile_row, tiles.expert_offsets,
-        COLUMNS, _masked_rows(PLAN), PLAN.bm, PLAN.group_m, PLAN.listed, EVEN,
-    )  # fmt: skip
+    if _masked_rows(PLAN) > 0:
+        expert, first, end, column = _masked_place(tile, tiles, PLAN)
+    else:
+        expert, first, end, column = place(
+            tile, tiles.tile_expert, tiles.tile_row, tiles.ends,
+            COLUMNS, 0, PLAN.bm, PLAN.group_m, PLAN.listed, is_long(PLAN.k),
+        )  # fmt: skip
     if _halves(PLAN):
         column = gl.where(half < 0, column, COLUMNS + 2 * column + half % 2)
     return Place(expert, first, end, column)
