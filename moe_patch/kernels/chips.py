@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..compat import has_tensor_descriptor
+from ..compat import has_tensor_descriptor, interpreted
+
+_INTERPRETED = interpreted()
 
 
 class Chip(NamedTuple):
@@ -55,6 +57,11 @@ def chip(device: torch.device) -> Chip:
     if torch.version.hip:
         return amd(found.gcnArchName.split(":")[0])
     return nvidia(10 * found.major + found.minor, found.shared_memory_per_block_optin)
+
+
+def takes_ptx(device: torch.device) -> bool:
+    """Whether kernels may hold PTX: on NVIDIA's chips, unless they are interpreted."""
+    return chip(device).arch.startswith("sm_") and not _INTERPRETED
 
 
 @functools.cache

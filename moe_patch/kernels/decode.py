@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats.packed import Packed
+from . import chips
 from .activate import gate_of, glu
 from .decode_packed import decode_down_packed_kernel, load_codes, load_rows, packed_products
 from .launch import Launch, power_of_two
@@ -239,7 +240,7 @@ def decode(
         hidden, inner, down_proj.shape[0], top_k, weight_on_input, activation,
         gate_up_bias is not None, down_bias is not None, first.data.element_size(),
         (x.stride(0), 0, 0) if x_scale is None else (x.stride(0), *x_scale.stride()),
-        first.layout, second.layout,
+        first.layout, second.layout, chips.takes_ptx(x.device),
     )  # fmt: skip
     act = x.new_empty((tokens * top_k, inner), dtype=torch.float32)
     out = x.new_empty(x.shape, dtype=x.dtype if x_scale is None else torch.bfloat16)
@@ -265,6 +266,7 @@ def _launches(
     x_strides: tuple[int, int, int],
     gate_up: Layout,
     down: Layout,
+    ptx: bool,
 ) -> tuple[Launch, Launch]:
     """Of the two kernels."""
     sizes = {"H": hidden, "I": inner, "E": experts, "TOP_K": top_k}
@@ -273,7 +275,7 @@ def _launches(
         decode_gate_up_kernel,
         **dict(zip(("STRIDE_X", "STRIDE_XS", "STRIDE_XG"), x_strides)),
         LAYOUT=gate_up, **sizes, WEIGHT_ON_INPUT=weight_on_input,
-        BIAS=gate_up_bias, GATE=gate_of(activation),
+        BIAS=gate_up_bias, GATE=gate_of(activation, ptx),
         **_block(itemsize, hidden, gate_up),
     )  # fmt: skip
     second = Launch(

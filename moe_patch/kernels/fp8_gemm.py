@@ -121,10 +121,10 @@ def _beside_stages(results: Tensor | None) -> int:
 @functools.lru_cache(1024)
 def _prepared(
     hopper: bool, n: int, k: int, m_max: int, bm: int, stages: int, activation: str | None,
-    save_pre: bool,
+    save_pre: bool, ptx: bool,
 ) -> tuple[Launch, int]:  # fmt: skip
     """(a launch, columns of the result from one tile to the next)."""
-    gate = gate_of(activation, ptx=hopper) if activation else None
+    gate = gate_of(activation, ptx) if activation else None
     group_m = 16 if k > 4096 else 8
     if hopper:
         from .hopper.fp8 import fp8_hopper_kernel, plan
@@ -182,7 +182,7 @@ def fp8_gemm(
     other = _beside_stages(None if activation else out) if boxes else 4096
     start, width = _prepared(
         boxes is not None, n, columns, m_max, bm, _stages(bm, other, x.device), activation,
-        pre is not None,
+        pre is not None, chips.takes_ptx(x.device),
     )  # fmt: skip
     count = tiles * cdiv(n // 2 if activation else n, width)
     strides = *x_scale.stride(), 0 if scale is None else scale.stride(1)

@@ -20,7 +20,6 @@ from torch import Tensor
 from ..formats.packed import FORMATS, Packed
 from . import chips
 from .boxes import box
-from .tiles import INTERPRET
 from .tiling import Layout
 from .widen import widen_scale
 
@@ -40,7 +39,7 @@ def operand(weight: Packed, bn: int, bk: int, halves: int) -> tuple[Any, Tensor 
     if bn:
         data, tma = box(data, block, halves=halves)
     table = values(weight)
-    ptx = chips.chip(weight.codes.device).arch.startswith("sm_") and not INTERPRET
+    ptx = chips.takes_ptx(weight.codes.device)
     k_major = not weight.turned
     return data, table, Layout(*strides, *scales, tma, k_major, weight.format, weight.group, ptx)
 

@@ -58,7 +58,7 @@ def launches(kernel: Any) -> Callable[..., Launch]:
     """Return the function that prepares a grouped kernel's Launch and keeps it.
 
     It takes what a launcher has at hand, so that a launch that is kept costs one look-up.
-    activation None: the kernel activates nothing.
+    activation None: the kernel activates nothing. `ptx` is `chips.takes_ptx`.
     """
 
     @functools.lru_cache(1024)
@@ -68,10 +68,11 @@ def launches(kernel: Any) -> Callable[..., Launch]:
         precision: str,
         layout: Layout,
         activation: str | None,
+        ptx: bool = False,
         **constants: Any,
     ) -> Launch:
         if activation is not None:
-            constants["GATE"] = gate_of(activation)
+            constants["GATE"] = gate_of(activation, ptx)
         upcast = INTERPRET and dtype == torch.bfloat16
         return Launch(
             kernel, **constants,
