@@ -69,8 +69,8 @@ def _sigmoid_in_ptx(x):
 
 @functools.lru_cache(64)
 def gate_of(activation: str, ptx: bool = False) -> Gate:
-    """Return the constant for `str` of an Activation, or for an act's name; `ptx` as
-    `chips.takes_ptx` has it."""
+    """Return the constant for `str` of an Activation, or for an act's name; `ptx` is a
+    Chip's."""
     found = parse(activation)
     formula, sigmoid = ACTS[found.act].kernel, _sigmoid_in_ptx if ptx else _sigmoid
     text = inspect.getsource(formula) + inspect.getsource(sigmoid.fn) + ptx * _SIGMOID.value

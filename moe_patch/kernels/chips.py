@@ -9,8 +9,6 @@ import torch
 
 from ..compat import has_tensor_descriptor, interpreted
 
-_INTERPRETED = interpreted()
-
 
 class Chip(NamedTuple):
     """Properties of one device."""
@@ -25,6 +23,8 @@ class Chip(NamedTuple):
     """Products of a warpgroup, which Hopper alone has."""
     fp8: bool = False
     """Products of e4m3, and its conversion to other dtypes."""
+    ptx: bool = False
+    """Kernels may hold PTX: the chip is NVIDIA's, and they are not interpreted."""
 
     @property
     def small(self) -> bool:
@@ -40,6 +40,7 @@ def nvidia(capability: int, shared: int) -> Chip:
         tma=capability >= 90 and has_tensor_descriptor(),
         wgmma=capability == 90,
         fp8=capability >= 89,
+        ptx=not interpreted(),
     )
 
 
@@ -57,11 +58,6 @@ def chip(device: torch.device) -> Chip:
     if torch.version.hip:
         return amd(found.gcnArchName.split(":")[0])
     return nvidia(10 * found.major + found.minor, found.shared_memory_per_block_optin)
-
-
-def takes_ptx(device: torch.device) -> bool:
-    """Whether kernels may hold PTX: on NVIDIA's chips, unless they are interpreted."""
-    return chip(device).arch.startswith("sm_") and not _INTERPRETED
 
 
 @functools.cache

@@ -240,7 +240,7 @@ def decode(
         hidden, inner, down_proj.shape[0], top_k, weight_on_input, activation,
         gate_up_bias is not None, down_bias is not None, first.data.element_size(),
         (x.stride(0), 0, 0) if x_scale is None else (x.stride(0), *x_scale.stride()),
-        first.layout, second.layout, chips.takes_ptx(x.device),
+        first.layout, second.layout, chips.chip(x.device).ptx,
     )  # fmt: skip
     act = x.new_empty((tokens * top_k, inner), dtype=torch.float32)
     out = x.new_empty(x.shape, dtype=x.dtype if x_scale is None else torch.bfloat16)

@@ -264,7 +264,7 @@ def dgate(
     parts = 1 if tile.bn < 64 else 8 if form == "interleaved" else 4
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
-        operand.layout, activation, chips.takes_ptx(d_out.device), FACTOR=low.factor,
+        operand.layout, activation, chips.chip(d_out.device).ptx, FACTOR=low.factor,
         STRIDE_X=d_out.stride(0), H=hidden, I=inner, TOP_K=slots // d_out.shape[0],
         WEIGHT_ON_INPUT=weight_on_input,
         NEED_PRE=need_pre, NEED_ACT=need_act, NEED_SCALE=need_scale, PARTS=parts,

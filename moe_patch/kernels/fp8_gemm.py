@@ -182,7 +182,7 @@ def fp8_gemm(
     other = _beside_stages(None if activation else out) if boxes else 4096
     start, width = _prepared(
         boxes is not None, n, columns, m_max, bm, _stages(bm, other, x.device), activation,
-        pre is not None, chips.takes_ptx(x.device),
+        pre is not None, chips.chip(x.device).ptx,
     )  # fmt: skip
     count = tiles * cdiv(n // 2 if activation else n, width)
     strides = *x_scale.stride(), 0 if scale is None else scale.stride(1)

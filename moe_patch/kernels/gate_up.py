@@ -275,7 +275,7 @@ def gate_up(
     low = update_operand(low_rank) if low_rank else NO_UPDATE
     start = _launches(
         tile, dtype, dot_precision(dtype) if dtype == torch.float32 else "ieee",
-        operand.layout, activation, chips.takes_ptx(x.device), FACTOR=low.factor,
+        operand.layout, activation, chips.chip(x.device).ptx, FACTOR=low.factor,
         STRIDE_X=x.stride(0), H=hidden, I=inner, TOP_K=slots // x.shape[0],
         WEIGHT_ON_INPUT=weight_on_input, SAVE_PRE=save_pre, BIAS=bias is not None, ONE_DOT=one_dot,
     )  # fmt: skip

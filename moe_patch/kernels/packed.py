@@ -39,7 +39,7 @@ def operand(weight: Packed, bn: int, bk: int, halves: int) -> tuple[Any, Tensor 
     if bn:
         data, tma = box(data, block, halves=halves)
     table = values(weight)
-    ptx = chips.takes_ptx(weight.codes.device)
+    ptx = chips.chip(weight.codes.device).ptx
     k_major = not weight.turned
     return data, table, Layout(*strides, *scales, tma, k_major, weight.format, weight.group, ptx)
 

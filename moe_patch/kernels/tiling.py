@@ -58,7 +58,7 @@ def launches(kernel: Any) -> Callable[..., Launch]:
     """Return the function that prepares a grouped kernel's Launch and keeps it.
 
     It takes what a launcher has at hand, so that a launch that is kept costs one look-up.
-    activation None: the kernel activates nothing. `ptx` is `chips.takes_ptx`.
+    activation None: the kernel activates nothing. `ptx` is a Chip's.
     """
 
     @functools.lru_cache(1024)
