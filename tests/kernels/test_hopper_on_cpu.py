@@ -392,6 +392,38 @@ def test_fp8_halves_tiles(monkeypatch, forgetful, programs, rows, masked, halved
         assert masked or not order.taken.item()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_masked_fp8_of_any_sizes(monkeypatch, seed):
+    """Of any number of experts, most of which may have no rows, on any number of programs; counts
+    below zero are none, and those past the rows that there are all of them."""
+    draw = random.Random(500 + seed)
+    torch.manual_seed(seed)
+    experts, m_max = draw.choice((1, 3, 20, 33, 64, 90)), draw.choice((1, 60, 128, 130, 300))
+    k, n, activated = draw.choice((128, 384)), draw.choice((128, 296, 512)), draw.random() < 0.3
+    n = 512 if activated else n
+    programs, hopper = draw.choice((1, 2, 5, 8, 13)), chips.nvidia(90, 232_448)
+    monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_gemm.chips, "chip", lambda device: hopper)
+    monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: programs)
+    kinds = (0, 0, -2, 1, m_max // 2, m_max, m_max + 50)
+    some = min(1.0, 6 / experts)
+    counts = [draw.choice(kinds) if draw.random() < some else 0 for _ in range(experts)]
+    masked_m = torch.tensor(counts, dtype=torch.int32)
+    x, x_scale = reference.quantize(torch.randn(experts * m_max, k))
+    weight, scale = reference.quantize_weight(torch.randn(experts, n, k))
+    found = torch.full((experts * m_max, n), 7.0, dtype=torch.bfloat16)
+    how = {"pre": found, "activation": "silu"} if activated else {"out": found}
+    with on_cpu(seed) as names:
+        fp8_gemm.fp8_gemm(x, x_scale, weight, scale, masked_m=masked_m, **how)
+    assert names == ["fp8_hopper_kernel"]
+    wide = reference.dequantize(x, x_scale, torch.float64).view(experts, m_max, k)
+    truth = wide @ reference.dequantize(weight, scale, torch.float64).mT
+    inside = torch.arange(m_max) < masked_m[:, None]
+    found = found.view(experts, m_max, n)
+    assert torch.allclose(found[inside].double(), truth[inside], rtol=2**-8, atol=2e-2)
+    assert bool((found[~inside] == 7).all())
+
+
 @pytest.mark.parametrize("experts", [4, 70])
 def test_masked_tiles_are_dealt_evenly(monkeypatch, forgetful, experts):
     """Each of four experts with 100 of 200 rows has two tiles, and each of 8 programs has one; so
