@@ -122,7 +122,7 @@ def close_section(PART: gl.constexpr):
 @gluon.jit
 def _begin(ring, stage, COLUMNS: gl.constexpr, product, both, PART: gl.constexpr):
     """Begins the product of a stage's rows [64, 128] and a column part [128, 128]^T, in the
-    registers of an earlier one. In one call: each one more costs uniform instructions."""
+    registers of an earlier one. Each call more would make addresses anew, behind a fence."""
     x = ring.x.index(stage).slice(64 * PART, 64)
     w = ring.w.index(2 * stage + COLUMNS).permute((1, 0))
     _section(both, PART, True)
