@@ -176,7 +176,7 @@ def fp8_gemm(
         tiles = order.tile_expert.numel()
         listed = order.tile_expert, order.tile_row, order.num_tiles
     else:
-        m_max, ends, listed = slots // experts, masked_m, (masked_m,) * 3  # nobody reads those
+        m_max, ends, listed = slots // experts, masked_m, (None,) * 3
         bm = 128 if boxes else 64
         tiles = experts * cdiv(m_max, bm)
     other = _beside_stages(None if activation else out) if boxes else 4096

@@ -254,7 +254,7 @@ def dgate_hopper_kernel(
     """x [T, K] with K a multiple of 64; w as boxes [256, 64] of [E * I, K] or [64, 256] of
     [E * K, I]; pre [S, 2I] as boxes [64, 64] of its ups, and [64, 32] of its gates as pairs;
     `taken` is an order's. What is not needed is any tensor. `side` and `b` are an `Update`."""
-    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, 0, PLAN)
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     ring, turns = ring_of(x.dtype.element_ty, PLAN), turns_of(taken, PLAN)
     upper, lower = _staged(x.dtype.element_ty), _staged(x.dtype.element_ty)
     tensors = Tensors(slot_weight, gate_box, up_box, d_pre, act, d_scale)

@@ -113,8 +113,8 @@ def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.
 
 
 @gluon.jit
-def _produce(operands, listed, ring, turns, PLAN: gl.constexpr):
-    tiles = tiles_of(*listed, PLAN)
+def _produce(operands, listed, groups, ring, turns, PLAN: gl.constexpr):
+    tiles = tiles_of(*listed, PLAN, groups)
     produce(operands, operands, tiles, ring, turns, find_nothing, _bring, _bring, PLAN)
 
 
@@ -224,20 +224,20 @@ def fp8_hopper_kernel(
     PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
     """x [S, K] and w [E * N, K] as boxes [128, 128]. GATE None: the product is stored as it is,
-    through boxes of rows [64, 64]. `taken` is an order's. Masked, turns are dealt, and
-    nobody reads `taken`, `tile_expert`, `tile_row` and `num_tiles`."""
+    through boxes of rows [64, 64]. `taken` is an order's; masked, turns are dealt, and
+    `tile_expert`, `tile_row` and `num_tiles` are None."""
     ring, turns = ring_of(x, w, PLAN), turns_of(taken, PLAN)
     staged = None
     if GATE is None:
         staged = staged_for(out.dtype, PLAN)
-    listed = ends, tile_expert, tile_row, num_tiles, groups
+    listed = ends, tile_expert, tile_row, num_tiles
     operands, scales = Operands(x, w), Scales(x_scale, w_scale, stride_xs, stride_xg)
     result = Result(out, staged, out_scale, pre, stride_os)
     gl.warp_specialize(
         [
             (_consume, (result, ring, turns, 0, PLAN, GATE, SAVE_PRE)),
             (_consume, (result, ring, turns, 1, PLAN, GATE, SAVE_PRE)),
-            (_produce, (operands, listed, ring, turns, PLAN)),
+            (_produce, (operands, listed, groups, ring, turns, PLAN)),
             (_produce_scales, (scales, ring, turns, PLAN)),
         ],
         [4, 1, 1],

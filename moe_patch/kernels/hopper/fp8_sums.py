@@ -166,9 +166,7 @@ class Step(NamedTuple):
 
 
 @gluon.jit
-def _next(
-    ring, now, turns, turn, is_last, PART: gl.constexpr, PLAN: gl.constexpr
-):  # fmt: skip
+def _next(ring, now, turns, turn, is_last, PART: gl.constexpr, PLAN: gl.constexpr):
     """The Step after `now`: of the same tile, or, `is_last`, of the one after turn `turn`."""
     end = now.stage == PLAN.stages - 1
     stage, phase = gl.where(end, 0, now.stage + 1), gl.where(end, now.phase ^ 1, now.phase)

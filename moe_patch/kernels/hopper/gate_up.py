@@ -214,7 +214,7 @@ def gate_up_hopper_kernel(
     """x [T, K] with K a multiple of 64; w as boxes [128, 64] of [E * 2I, K] or [64, 128] of
     [E * K, 2I]; act [S, I] and both halves of pre [S, 2I] as boxes of rows, [64, 64]; `taken` is
     an order's. `side` and `b` are an `Update`, boxes of b of 128 columns."""
-    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, 0, PLAN)
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     ring, turns = ring_of(act.dtype, PLAN), turns_of(taken, PLAN)
     staged = staged_for(act.dtype, PLAN)
     result = Result(act, gate, up, staged)

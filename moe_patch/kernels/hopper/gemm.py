@@ -97,7 +97,7 @@ def gemm_hopper_kernel(
     """x [S, K] and out [S, N] as boxes of rows, [64, 64]; w as boxes [256, 64] of [E * N, K] or
     [64, 256] of [E * K, N], with K a multiple of 64; `taken` is an order's. `side` and `b` are an
     `Update`."""
-    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, 0, PLAN)
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     ring, turns = ring_of(out.dtype, PLAN), turns_of(taken, PLAN)
     staged = staged_for(out.dtype, PLAN)
     run(

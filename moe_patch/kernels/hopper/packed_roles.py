@@ -319,7 +319,7 @@ def gemm_packed_roles_kernel(
     """out [S, n] = x W^T + bias, in expert order. x [S, 128 * steps], in steps, and out as boxes of
     rows, [128, 64] and [64, 64]; `words` as boxes, see `bring_words`, of `w`; `taken` is an
     order's."""
-    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, 0, PLAN)
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     operands = Operands(x, words, words, None, None)
     result = Result(out, None, bias, None, row_to_slot, staged_for(out.dtype, PLAN))
     weights, update = Weights(w, scales, zeros, table), Update(side, b, b)
@@ -335,7 +335,7 @@ def gate_up_packed_roles_kernel(
 ):  # fmt: skip
     """act [S, n / 2], or in steps, as boxes of rows, [64, 64], and with PLAN.save_pre also pre
     [S, n], of x [T, 128 * steps], in steps; the others as of the gemm."""
-    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, 0, PLAN)
+    tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     operands = Operands(x, gates, ups, row_to_slot, tokens_of(PLAN))
     result = Result(act, pre, bias, slot_weight, row_to_slot, staged_for(act.dtype, PLAN))
     weights, update = Weights(w, scales, zeros, table), Update(side, b_gates, b_ups)

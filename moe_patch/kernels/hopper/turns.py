@@ -22,7 +22,7 @@ from ..tiling import place
 
 class Tiles(NamedTuple):
     """An ExpertOrder's tiles inside a kernel, and how many they are; or masked ones, which no list
-    has: `ends` are then how many rows each of `experts` has."""
+    has: all three tensors are then how many rows each of `experts` has."""
 
     ends: Any
     tile_expert: Any
@@ -145,24 +145,30 @@ def _halved(total, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _turns_of_experts(ends, experts, begin, PLAN: gl.constexpr):
-    """Masked: how many tiles each of as many experts as there are threads has, from `begin` on."""
-    M_MAX: gl.constexpr = _masked_rows(PLAN)
-    expert = begin + _threads()
-    rows = gl.minimum(gl.load(ends + expert, mask=expert < experts, other=0), M_MAX)
-    return (gl.maximum(rows, 0) + PLAN.bm - 1) // PLAN.bm * column_tiles(PLAN)
+def _row_tiles(rows, PLAN: gl.constexpr):
+    """Row tiles of so many rows."""
+    return (rows + PLAN.bm - 1) // PLAN.bm
 
 
 @gluon.jit
-def tiles_of(ends, tile_expert, tile_row, num_tiles, experts, PLAN: gl.constexpr):
+def _tiles_of_each(ends, experts, begin, PLAN: gl.constexpr):
+    """Numbers of masked tiles of as many experts as there are threads, from `begin` on."""
+    expert = begin + _threads()
+    rows = gl.minimum(gl.load(ends + expert, mask=expert < experts, other=0), _masked_rows(PLAN))
+    return _row_tiles(gl.maximum(rows, 0), PLAN) * column_tiles(PLAN)
+
+
+@gluon.jit
+def tiles_of(ends, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr, experts=0):
     """Tiles of a product: of an order, or, masked, of `ends` and `experts` alone."""
     if _masked_rows(PLAN) > 0:
         total = experts * 0
         for begin in range(0, experts, 32 * gl.num_warps()):
-            total += gl.sum(_turns_of_experts(ends, experts, begin, PLAN), axis=0)
+            total += gl.sum(_tiles_of_each(ends, experts, begin, PLAN), axis=0)
+        return Tiles(ends, ends, ends, experts, total, _halved(total, PLAN))
     else:
         total = gl.load(num_tiles) * column_tiles(PLAN)
-    return Tiles(ends, tile_expert, tile_row, experts, total, _halved(total, PLAN))
+        return Tiles(ends, tile_expert, tile_row, experts, total, _halved(total, PLAN))
 
 
 @gluon.jit
@@ -178,12 +184,12 @@ def _masked_place(at, tiles, PLAN: gl.constexpr):
     M_MAX: gl.constexpr = _masked_rows(PLAN)
     expert, before, total = at * 0, at * 0, at * 0
     for begin in range(0, tiles.experts, 32 * gl.num_warps()):
-        past = total + tl.cumsum(_turns_of_experts(tiles.ends, tiles.experts, begin, PLAN), 0)
+        past = total + tl.cumsum(_tiles_of_each(tiles.ends, tiles.experts, begin, PLAN), 0)
         expert += gl.sum((past <= at).to(gl.int32), axis=0)
         before = gl.maximum(before, gl.max(gl.where(past <= at, past, 0), axis=0))
         total = gl.max(past, axis=0)
     rows = gl.minimum(gl.load(tiles.ends + expert), M_MAX)
-    high = (rows + PLAN.bm - 1) // PLAN.bm
+    high = _row_tiles(rows, PLAN)
     first = expert * M_MAX + (at - before) % high * PLAN.bm
     return expert, first, expert * M_MAX + rows, (at - before) // high
 
