@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import types
+from collections import Counter
 from dataclasses import replace
 
 import gluon_on_cpu
@@ -296,6 +297,45 @@ def test_dgate(seed):
     assert bool((made.act[rows.used :] == 7).all()) and bool((made.d_scale[rows.used :] == 7).all())
 
 
+def fp8_on_hopper(monkeypatch, programs):
+    """Lets FP8 products run in the kernel for Hopper, on so many programs."""
+    hopper = chips.nvidia(90, 232_448)
+    monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
+    monkeypatch.setattr(chips, "chip", lambda device: hopper)
+    monkeypatch.setattr(chips, "multiprocessors", lambda device: programs)
+
+
+def fp8_operands(slots, experts, n, k):
+    """((rows, their scales, a weight, its scales), both as they are in float64)."""
+    x, weight = reference.quantize(torch.randn(slots, k)), torch.randn(experts, n, k)
+    weight = reference.quantize_weight(weight)
+    return (*x, *weight), *(reference.dequantize(*each, torch.float64) for each in (x, weight))
+
+
+def fp8_close(found, truth):
+    return torch.allclose(found.double(), truth, rtol=2**-8, atol=2e-2)
+
+
+def activated_close(made, rows, truth):
+    """Whether e4m3 and scales stand for the activation of what `rows` are before it."""
+    found = reference.dequantize(*(each[rows] for each in made), torch.float64)
+    return torch.allclose(found, reference.glu(truth), rtol=2**-4 + 2**-7, atol=2e-2)
+
+
+@pytest.fixture
+def loads(monkeypatch, forgetful):
+    """Programs that load through TMA, one after the other."""
+    found, load = [], gluon_on_cpu.FAKES["async_load"]
+
+    def counted(*arguments):
+        found.append(int(here().program))
+        load(*arguments)
+
+    monkeypatch.setitem(gluon_on_cpu.FAKES, "async_load", counted)
+    gluon_on_cpu.forget()
+    return found
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("activated", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
@@ -304,37 +344,32 @@ def test_fp8(monkeypatch, masked, activated, seed):
     draw = random.Random(4 * seed + 2 * masked + activated)
     torch.manual_seed(0)
     experts, k, n = 3, 384, 512 if activated else draw.choice((296, 424))
-    hopper = chips.nvidia(90, 232_448)
-    monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
-    monkeypatch.setattr(fp8_gemm.chips, "chip", lambda device: hopper)
-    monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: (1, 2, 16)[seed])
+    fp8_on_hopper(monkeypatch, (1, 2, 16)[seed])
     if masked:
         slots, order = experts * 200, None
         counts = torch.tensor([0, 77, 200], dtype=torch.int32)
     else:
         rows = Rows(draw, 128)
         experts, slots, order = rows.experts, rows.slots, rows.order
-    x, x_scale = reference.quantize(torch.randn(slots, k))
-    weight, scale = reference.quantize_weight(torch.randn(experts, n, k))
+    operands, wide, weights = fp8_operands(slots, experts, n, k)
     how = {"masked_m": counts} if masked else {"order": order}
     pre = torch.full((slots, n), 7.0, dtype=torch.bfloat16) if activated else None
     kind = (torch.bfloat16, torch.float32)[seed % 2]
     out = None if activated else torch.full((slots, n), 7.0, dtype=kind)
     act = "silu" if activated else None
     with on_cpu(5 + seed) as names:
-        fp8_gemm.fp8_gemm(x, x_scale, weight, scale, pre=pre, out=out, activation=act, **how)
+        made = fp8_gemm.fp8_gemm(*operands, pre=pre, out=out, activation=act, **how)
     assert names == ["fp8_hopper_kernel"]
     if masked:
         parts = [(e, slice(200 * e, 200 * e + count)) for e, count in enumerate(counts.tolist())]
     else:
         ends = order.expert_offsets.tolist()
         parts = [(e, slice(*both)) for e, both in enumerate(zip(ends, ends[1:]))]
-    wide = reference.dequantize(x, x_scale, torch.float64)
-    weights = reference.dequantize(weight, scale, torch.float64)
     for expert, part in parts:
         truth = wide[part] @ weights[expert].T
-        found = pre if activated else out
-        assert torch.allclose(found[part].double(), truth, rtol=2**-8, atol=2e-2)
+        assert fp8_close((pre if activated else out)[part], truth)
+        if activated:
+            assert activated_close(made, part, truth)
 
 
 @pytest.mark.parametrize(
@@ -351,14 +386,11 @@ def test_fp8(monkeypatch, masked, activated, seed):
         (19, [200, 130, 64], True, 0),
     ],
 )
-def test_fp8_halves_tiles(monkeypatch, forgetful, programs, rows, masked, halved):
+def test_fp8_halves_tiles(monkeypatch, loads, programs, rows, masked, halved):
     """A last round has one or two tiles, or there are more programs than tiles. The last column
     tile has no right part."""
     torch.manual_seed(0)
-    k, n, hopper = 384, 296, chips.nvidia(90, 232_448)
-    monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
-    monkeypatch.setattr(fp8_gemm.chips, "chip", lambda device: hopper)
-    monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: programs)
+    fp8_on_hopper(monkeypatch, programs)
     tiles = 2 * sum(-(-count // 128) for count in rows)
     expert = torch.arange(len(rows)).repeat_interleave(200 if masked else torch.tensor(rows))
     if masked:
@@ -367,98 +399,61 @@ def test_fp8_halves_tiles(monkeypatch, forgetful, programs, rows, masked, halved
     else:
         order, _ = sort(expert[torch.randperm(len(expert))][:, None], len(rows), DTYPE, 128)
         how, inside = {"order": order}, expert >= 0
-    x, x_scale = reference.quantize(torch.randn(len(expert), k))
-    weight, scale = reference.quantize_weight(torch.randn(len(rows), n, k))
-    out = torch.empty(len(expert), n, dtype=torch.bfloat16)
-    wide = reference.dequantize(x, x_scale, torch.float64)
-    weights = reference.dequantize(weight, scale, torch.float64)
+    operands, wide, weights = fp8_operands(len(expert), len(rows), 296, 384)
+    out = torch.empty(len(expert), 296, dtype=torch.bfloat16)
     truth = torch.einsum("rk,rnk->rn", wide, weights[expert])
-    loads, load = [], gluon_on_cpu.FAKES["async_load"]
-
-    def counted(*arguments):
-        loads.append(arguments)
-        load(*arguments)
-
-    monkeypatch.setitem(gluon_on_cpu.FAKES, "async_load", counted)
     for seed in range(2):
-        gluon_on_cpu.forget()
         loads.clear()
         with on_cpu(seed):
-            fp8_gemm.fp8_gemm(x, x_scale, weight, scale, out=out.fill_(7.0), **how)
+            fp8_gemm.fp8_gemm(*operands, out=out.fill_(7.0), **how)
         # rows and two parts of the weight in each of three steps, or rows and one part, twice
         assert len(loads) == 3 * (3 * tiles + halved)
-        assert torch.allclose(out[inside].double(), truth[inside], rtol=2**-8, atol=2e-2)
+        assert fp8_close(out[inside], truth[inside])
         assert bool((out[~inside] == 7).all())
         assert masked or not order.taken.item()
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_masked_fp8_of_any_sizes(monkeypatch, seed):
-    """Of any number of experts, most of which may have no rows, on any number of programs; counts
-    below zero are none, and those past the rows that there are all of them."""
+    """Most experts may have no rows, and programs be more than tiles. Counts below zero are none,
+    and those past the rows that there are all of them."""
     draw = random.Random(500 + seed)
     torch.manual_seed(seed)
     experts, m_max = draw.choice((1, 3, 20, 33, 64, 90)), draw.choice((1, 60, 128, 130, 300))
     k, n, activated = draw.choice((128, 384)), draw.choice((128, 296, 512)), draw.random() < 0.3
     n = 512 if activated else n
-    programs, hopper = draw.choice((1, 2, 5, 8, 13)), chips.nvidia(90, 232_448)
-    monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
-    monkeypatch.setattr(fp8_gemm.chips, "chip", lambda device: hopper)
-    monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: programs)
+    fp8_on_hopper(monkeypatch, draw.choice((1, 2, 5, 8, 13)))
     kinds = (0, 0, -300, 1, m_max // 2, m_max, m_max + 50)
     some = min(1.0, 6 / experts)
     counts = [draw.choice(kinds) if draw.random() < some else 0 for _ in range(experts)]
     masked_m = torch.tensor(counts, dtype=torch.int32)
-    x, x_scale = reference.quantize(torch.randn(experts * m_max, k))
-    weight, scale = reference.quantize_weight(torch.randn(experts, n, k))
+    operands, wide, weights = fp8_operands(experts * m_max, experts, n, k)
     found = torch.full((experts * m_max, n), 7.0, dtype=torch.bfloat16)
     how = {"pre": found, "activation": "silu"} if activated else {"out": found}
     with on_cpu(seed) as names:
-        fp8_gemm.fp8_gemm(x, x_scale, weight, scale, masked_m=masked_m, **how)
+        made = fp8_gemm.fp8_gemm(*operands, masked_m=masked_m, **how)
     assert names == ["fp8_hopper_kernel"]
-    wide = reference.dequantize(x, x_scale, torch.float64).view(experts, m_max, k)
-    truth = wide @ reference.dequantize(weight, scale, torch.float64).mT
-    inside = torch.arange(m_max) < masked_m[:, None]
-    found = found.view(experts, m_max, n)
-    assert torch.allclose(found[inside].double(), truth[inside], rtol=2**-8, atol=2e-2)
+    truth = (wide.view(experts, m_max, k) @ weights.mT).flatten(0, 1)
+    inside = (torch.arange(m_max) < masked_m[:, None]).flatten()
+    assert fp8_close(found[inside], truth[inside])
     assert bool((found[~inside] == 7).all())
+    assert not activated or activated_close(made, inside, truth[inside])
 
 
 @pytest.mark.parametrize("experts", [4, 70])
-def test_masked_tiles_are_dealt_evenly(monkeypatch, forgetful, experts):
-    """Each of four experts with 100 of 200 rows has two tiles, and each of 8 programs has one; so
-    it is if 66 experts before and between them have no rows."""
+def test_masked_tiles_are_dealt_evenly(monkeypatch, loads, experts):
+    """Four experts with 100 of 200 rows have two tiles each, of which 8 programs have one each,
+    whether or not 66 experts before and between them have no rows."""
     torch.manual_seed(0)
-    k, n, hopper = 256, 512, chips.nvidia(90, 232_448)
-    monkeypatch.setattr(fp8_gemm, "_hopper", lambda device: True)
-    monkeypatch.setattr(fp8_gemm.chips, "chip", lambda device: hopper)
-    monkeypatch.setattr(fp8_gemm.chips, "multiprocessors", lambda device: 8)
+    fp8_on_hopper(monkeypatch, 8)
     counts = torch.zeros(experts, dtype=torch.int32)
     counts[:: experts // 4][:4] = 100
-    counts[counts == 0] = -300  # is none, too
-    counts = counts.flip(0)
-    x, x_scale = reference.quantize(torch.randn(experts * 200, k))
-    weight, scale = reference.quantize_weight(torch.randn(experts, n, k))
-    out = torch.full((experts * 200, n), 7.0, dtype=torch.bfloat16)
-    loads, load = [0] * 8, gluon_on_cpu.FAKES["async_load"]
-
-    def counted(*arguments):
-        loads[here().program] += 1
-        load(*arguments)
-
-    monkeypatch.setitem(gluon_on_cpu.FAKES, "async_load", counted)
-    gluon_on_cpu.forget()
+    operands, _, _ = fp8_operands(experts * 200, experts, 512, 256)
+    out = torch.empty(experts * 200, 512, dtype=torch.bfloat16)
     with on_cpu():
-        fp8_gemm.fp8_gemm(x, x_scale, weight, scale, masked_m=counts, out=out)
-    assert loads == [2 * 3] * 8  # rows and two parts of the weight in each of two steps
-    wide = reference.dequantize(x, x_scale, torch.float64)
-    weights = reference.dequantize(weight, scale, torch.float64)
-    for expert, (count, rows) in enumerate(zip(counts.tolist(), wide.split(200), strict=True)):
-        count = max(count, 0)
-        found = out[200 * expert : 200 * expert + 200]
-        truth = rows[:count] @ weights[expert].T
-        assert torch.allclose(found[:count].double(), truth, rtol=2**-8, atol=2e-2)
-        assert bool((found[count:] == 7).all())
+        fp8_gemm.fp8_gemm(*operands, masked_m=counts.flip(0), out=out)
+    # rows and two parts of the weight in each of two steps
+    assert Counter(loads) == dict.fromkeys(range(8), 2 * 3)
 
 
 @pytest.mark.parametrize("rows", [[60, 60, 60, 60], [20, 20, 180, 20]], ids=["even", "large"])
