@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hopper import answers
 from ops import drawn_bytes
 
 from moe_patch.kernels import chips, dgate, dw, gate_up, grouped_gemm, tiles
 from moe_patch.kernels.tiles import ROLES, Product, Tile
 from moe_patch.kernels.weights import suffix
 from moe_patch.ops.grouped import sort
-from moe_patch.order import ExpertOrder
 
 H200 = chips.nvidia(90, 232_448)
 CPU = torch.device("cpu")
@@ -29,17 +29,8 @@ def hopper(device):
 
 @pytest.fixture
 def ours(monkeypatch):
-    """Answers of every `_on_hopper`, in turn. Each leaves an order's count of turns at 0."""
-    answers = []
-    for module in (gate_up, grouped_gemm, dgate, dw):
-
-        def asked(*arguments, original=module._on_hopper):
-            answers.append(original(*arguments))
-            assert not [o for o in arguments if isinstance(o, ExpertOrder) and o.taken.item()]
-            return answers[-1]
-
-        monkeypatch.setattr(module, "_on_hopper", asked)
-    return answers
+    """Answers of every `_on_hopper`, in turn."""
+    return answers(monkeypatch)
 
 
 def random_order(draw, device, dtype):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from drawn_order import Deadlock, here
 from gluon_on_cpu import on_cpu
+from hopper import answers
 from ops import drawn_bytes
 
 from moe_patch import reference
@@ -22,7 +23,6 @@ from moe_patch.kernels.activate import Activated
 from moe_patch.kernels.low_rank import LowRank
 from moe_patch.kernels.tiles import ROLES, Tile
 from moe_patch.ops.grouped import sort
-from moe_patch.order import ExpertOrder
 
 pytestmark = pytest.mark.skipif(not tiles.INTERPRET, reason="is for machines without a GPU")
 DTYPE = torch.float16
@@ -37,15 +37,7 @@ def few_programs(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def turns_are_counted_from_zero(monkeypatch):
-    """Each kernel leaves an order's count of turns at 0."""
-    for module in (gate_up, grouped_gemm, dgate, dw):
-
-        def checked(*arguments, original=module._on_hopper):
-            answer = original(*arguments)
-            assert not [o for o in arguments if isinstance(o, ExpertOrder) and o.taken.item()]
-            return answer
-
-        monkeypatch.setattr(module, "_on_hopper", checked)
+    answers(monkeypatch)
 
 
 class Rows:
