@@ -13,6 +13,7 @@ from ops import BOUND, DTYPES, assert_close, gradients, in_double, moe, sample
 
 from moe_patch import reference
 from moe_patch.activation import ACTS, Act, Activation, parse
+from moe_patch.kernels import activate
 from moe_patch.kernels.activate import gate_of, glu
 from moe_patch.ops.experts import fused_experts
 
@@ -121,13 +122,17 @@ def test_one_entry_is_a_new_activation(device, monkeypatch):
 
 def test_a_changed_formula_is_another_constant(monkeypatch):
     """Triton files compiled kernels by the text of their constants."""
-    before = gate_of("relu")
+    before, in_ptx = gate_of("relu"), gate_of("relu", ptx=True)
     assert repr(before) == repr(gate_of("relu None 1.0 0.0 concatenated"))
+    monkeypatch.setattr(activate, "_SIGMOID", tl.constexpr("another"))
+    gate_of.cache_clear()
+    other_ptx = gate_of("relu", ptx=True)
+    assert gate_of("relu").source == before.source
     monkeypatch.setitem(ACTS, "relu", Act(_cube, ACTS["relu"].twin))
     gate_of.cache_clear()
-    after = gate_of("relu")
-    assert before.source != after.source
-    assert all(each.source in repr(each) for each in (before, after))
+    gates = before, in_ptx, other_ptx, gate_of("relu")
+    assert len({each.source for each in gates}) == len(gates)
+    assert all(each.source in repr(each) for each in gates)
     monkeypatch.undo()
     gate_of.cache_clear()
 

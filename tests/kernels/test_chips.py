@@ -89,6 +89,7 @@ def test_what_a_capability_has(capability, has):
     chip = chips.nvidia(capability, 101_376)
     found = {name for name in ("tma", "wgmma", "fp8") if getattr(chip, name)}
     assert found == has and chip.arch == f"sm_{capability}" and chip.small
+    assert chip.ptx is not tiles.INTERPRET and not chips.amd("gfx942").ptx
 
 
 @given(

@@ -156,6 +156,13 @@ def test_nf4_from_pairs():
         assert {at // 4 % 32 for at in read.asked} == {lane}
 
 
+def test_sigmoid():
+    for x in (-200.0, -88.0, -20.0, -1.5, -1e-30, 0.0, 0.3, 7.0, 90.0, 200.0):
+        (found,) = Thread().run(activate._SIGMOID.value, as_bits(x), outputs=1)
+        wanted = float(torch.tensor(x, dtype=torch.float64).sigmoid())
+        assert math.isclose(as_float(found), wanted, rel_tol=2e-5, abs_tol=2e-38), x
+
+
 class Read(dict):
     """Shared memory that knows which of it was read."""
 
@@ -166,10 +173,3 @@ class Read(dict):
     def __getitem__(self, at):
         self.asked.add(at)
         return super().__getitem__(at)
-
-
-def test_sigmoid():
-    for x in (-200.0, -88.0, -20.0, -1.5, -1e-30, 0.0, 0.3, 7.0, 90.0, 200.0):
-        (found,) = Thread().run(activate._SIGMOID.value, as_bits(x), outputs=1)
-        wanted = float(torch.tensor(x, dtype=torch.float64).sigmoid())
-        assert math.isclose(as_float(found), wanted, rel_tol=2e-5, abs_tol=2e-38), x
