@@ -62,15 +62,14 @@ def _sigmoid(x):
 
 @triton.jit
 def _sigmoid_in_ptx(x):
-    """The same in 4 instructions instead of 11: what Triton's exponential and quotient do besides
-    is for numbers below 2^-126. The bits are the same from -87 on; below it is 0."""
+    """Sigmoid in 4 instructions instead of 11: what Triton's exponential and quotient do besides is
+    for numbers below 2^-126. The bits are the same from -87 on; below it is 0."""
     return tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], tl.float32, True, 1)
 
 
 @functools.lru_cache(64)
 def gate_of(activation: str, ptx: bool = False) -> Gate:
-    """Return the constant for `str` of an Activation, or for an act's name; `ptx` is a
-    Chip's."""
+    """Return the constant for `str` of an Activation, or for an act's name; `ptx` is a Chip's."""
     found = parse(activation)
     formula, sigmoid = ACTS[found.act].kernel, _sigmoid_in_ptx if ptx else _sigmoid
     text = inspect.getsource(formula) + inspect.getsource(sigmoid.fn) + ptx * _SIGMOID.value
