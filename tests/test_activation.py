@@ -128,9 +128,12 @@ def test_a_changed_formula_is_another_constant(monkeypatch):
     gate_of.cache_clear()
     other_ptx = gate_of("relu", ptx=True)
     assert gate_of("relu").source == before.source
+    monkeypatch.setattr(activate, "_sigmoid", triton.jit(_cube))
+    gate_of.cache_clear()
+    other_sigmoid = gate_of("relu")
     monkeypatch.setitem(ACTS, "relu", Act(_cube, ACTS["relu"].twin))
     gate_of.cache_clear()
-    gates = before, in_ptx, other_ptx, gate_of("relu")
+    gates = before, in_ptx, other_ptx, other_sigmoid, gate_of("relu")
     assert len({each.source for each in gates}) == len(gates)
     assert all(each.source in repr(each) for each in gates)
     monkeypatch.undo()
