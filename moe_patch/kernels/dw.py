@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -95,46 +94,20 @@ def dw_kernel(
 _launches = launches(dw_kernel)
 
 
-BN = 256
-"""Columns of hopper/'s tiles."""
-
-
-class Form(NamedTuple):
-    """Tiling of a weight gradient in hopper/: fields of its Plan."""
-
-    bm: int
-    stages: int
-    group_m: int
-    shared: bool
-
-
-FEW = 512
-"""Rows an expert below which writing the result takes as long as computing it."""
-
-
-def _form(m: int, rows: int, stages: int, add: bool, boxed: bool) -> Form:
-    """Form of a result with m rows, for a mean of `rows` rows an expert; `stages` at most.
-
-    192 x 256 read 22 % less than 128 x 256 for a product, unless many of the rows are past m. With
-    few rows an expert 128 x 256 write what they have beside the next tile's products, and with
-    `add` there is room for boxes of what is added to, beside three stages. Twelve row tiles and as
-    many columns as 132 programs have then read the least; an expert of few rows stays in the L2
-    cache anyway.
-    """
-    few = rows < FEW
-    if not few and not (add and boxed) and 8 * 192 * cdiv(m, 192) <= 9 * 128 * cdiv(m, 128):
-        return Form(192, min(stages, 3), 12, False)
-    return Form(128, min(stages, 3) if add else stages, 2 if few else 12, few)
+BM, BN = 128, 256
+"""Rows and columns of hopper/'s tiles."""
+FEW = 256
+"""Rows an expert below which writing the result takes as long as computing it. Where it is added to
+what is there, that is read, too: twice as many."""
 
 
 @functools.lru_cache(1024)
-def _launch_on_hopper(form: Form, **sizes: int) -> Launch:
+def _launch_on_hopper(few: bool, **sizes: int) -> Launch:
+    """Few rows of an expert stay in the L2 cache. Of many 132 programs read the least where 16 row
+    tiles walk the columns side by side."""
     from .hopper.dw import Plan, dw_hopper_kernel
 
-    plan = Plan(
-        bm=form.bm, bn=BN, parts=form.bm // 64, stages=form.stages, group_m=form.group_m,
-        shared=form.shared, **sizes,
-    )  # fmt: skip
+    plan = Plan(bm=BM, bn=BN, group_m=2 if few else 16, shared=few, **sizes)
     return Launch(dw_hopper_kernel, PLAN=plan, num_warps=4)
 
 
@@ -142,28 +115,29 @@ def _on_hopper(
     p: Tensor, q: Tensor, order: ExpertOrder, gather: int, out: Tensor, add: bool, tile: Tile
 ) -> bool:
     """Starts the kernel in hopper/, unless operands cannot be copied by 16 bytes."""
-    left = out.stride(2) == 1  # p's columns are the rows of `out` as it lies
-    lies = out if left else out.transpose(1, 2)
-    (experts, m, n), (stride_e, stride_m, stride_n) = lies.shape, lies.stride()
+    turned = out.stride(2) != 1
+    lies = out.transpose(1, 2) if turned else out
+    (experts, m, n), (stride_e, stride_row, stride_column) = out.shape, lies.stride()
     sizes = (m, n, p.stride(0), q.stride(0), p.data_ptr() // p.element_size())
-    if stride_n != 1 or p.dtype != q.dtype or any(size % 8 for size in sizes):
+    if stride_column != 1 or p.dtype != q.dtype or any(size % 8 for size in sizes):
         return False
-    block = (64, BN if left else 64)
-    box = rows_box(q.data_ptr(), q.dtype, (len(q), n if left else m), block, q.stride(0))
+    box = rows_box(q.data_ptr(), q.dtype, (len(q), n), (64, BN), q.stride(0))
     if box is None:
         return False
     boxes = None
     if out.dtype == p.dtype and lies.is_contiguous():
-        boxes = rows_box(out.data_ptr(), out.dtype, (experts * m, n), (64, 64))
-    form = _form(m, len(q) // experts, tile.stages, add, boxes is not None)
+        _, rows, columns = lies.shape
+        boxes = rows_box(out.data_ptr(), out.dtype, (experts * rows, columns), (64, 64))
+    boxed = boxes is not None
     start = _launch_on_hopper(
-        form, m=m, n=n, stride_e=stride_e, stride_m=stride_m, gather=gather, gather_left=left,
-        stride_gathered=p.stride(0), add=add, boxed=boxes is not None,
+        len(q) // experts < (2 * FEW if add else FEW),
+        m=m, n=n, turned=turned, stride_e=stride_e, stride_row=stride_row, gather=gather,
+        stride_gathered=p.stride(0), add=add, boxed=boxed,
+        stages=min(tile.stages, 3) if add and boxed else tile.stages,  # beside boxes to add to
     )  # fmt: skip
-    programs = min(chips.multiprocessors(p.device), experts * cdiv(m, form.bm) * cdiv(n, BN))
-    boxes = out if boxes is None else boxes
+    programs = min(chips.multiprocessors(p.device), experts * cdiv(m, BM) * cdiv(n, BN))
     start(
-        (programs,), p, box, out, boxes, order.row_to_slot, order.expert_offsets,
+        (programs,), p, box, out, boxes if boxed else out, order.row_to_slot, order.expert_offsets,
         order.large_first, order.num_large, order.taken, experts,
     )  # fmt: skip
     return True

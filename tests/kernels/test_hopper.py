@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper import answers
+from hopper import answers, copy_as
 from ops import drawn_bytes
 
 from moe_patch.kernels import chips, dgate, dw, gate_up, grouped_gemm, tiles
@@ -198,14 +198,16 @@ def test_dw(monkeypatch, number, few, hopper, ours):
     m, n = (8 * draw.choice((draw.randint(1, 120), draw.randint(430, 600))) for _ in range(2))
     p, q = with_slack(draw, tokens, m, dtype, hopper), with_slack(draw, slots, n, dtype, hopper)
     add, kind = draw.random() < 0.3, draw.choice((dtype, dtype, torch.float32))
-    turned, poisoned = draw.random() < 0.5, draw.randrange(experts)
+    turned, gap, poisoned = draw.random() < 0.5, draw.choice((0, 0, 5, 8)), draw.randrange(experts)
     start = torch.randn(experts, m, n, device=hopper).to(kind)
     tile = Tile(128, 256, 64, ROLES, draw.choice((2, 3, 4)))
 
     def gradient(tile):
-        out = start.mT.contiguous().mT if turned else start.clone()
+        out, between = copy_as(start, turned, gap)
         with tiles.forced("dw_gathered", tile):
-            return dw.dw(p, q, order, gather=top_k, out=out, add=add)
+            dw.dw(p, q, order, gather=top_k, out=out, add=add)
+        assert bool((between == 7).all())
+        return out
 
     expected = gradient(replace(tile, warps=8, stages=3))
     assert not ours
@@ -261,25 +263,6 @@ def test_other_operands_run_in_triton(hopper, ours):
         ours.clear()
         found = grouped_gemm.grouped_gemm(shifted, weight, order, out=out)
     assert ours == [False] and torch.equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    "m, rows, form",
-    [
-        (1536, 1024, (192, 3, 12, False)),
-        (2048, 512, (192, 3, 12, False)),
-        (1408, 4096, (192, 3, 12, False)),
-        (256, 1024, (128, 4, 12, False)),
-        (1536, 511, (128, 4, 2, True)),
-        (256, 64, (128, 4, 2, True)),
-    ],
-)
-def test_forms_of_a_weight_gradient(m, rows, form):
-    """Tiles of 192 rows where there are many, unless they are past m."""
-    for boxed in (False, True):
-        assert dw._form(m, rows, 4, add=False, boxed=boxed) == form
-    assert dw._form(m, rows, 4, add=True, boxed=False) == (form[0], 3, *form[2:])
-    assert dw._form(m, rows, 4, add=True, boxed=True) == (128, 3, *form[2:])
 
 
 @pytest.mark.parametrize(

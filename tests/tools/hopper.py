@@ -1,10 +1,12 @@
-"""Launches that kernels of `hopper/` may take."""
+"""Launches that kernels of `hopper/` may take, and results that they write."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
 import pytest
+import torch
+from torch import Tensor
 
 from moe_patch.kernels import dgate, dw, gate_up, grouped_gemm
 from moe_patch.order import ExpertOrder
@@ -26,3 +28,14 @@ def answers(
 
         monkeypatch.setattr(module, "_on_hopper", asked)
     return found
+
+
+def copy_as(start: Tensor, turned: bool, gap: int) -> tuple[Tensor, Tensor]:
+    """(a copy of `start` [E, m, n], what lies after each of its rows: `gap` times 7). Turned, its
+    rows in memory are columns of it."""
+    lies = start.mT if turned else start
+    experts, rows, columns = lies.shape
+    out = torch.full((experts, rows, columns + gap), 7.0, dtype=start.dtype, device=start.device)
+    out[..., :columns] = lies
+    copy = out[..., :columns]
+    return (copy.mT if turned else copy), out[..., columns:]

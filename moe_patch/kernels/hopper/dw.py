@@ -1,12 +1,12 @@
 """dw for Hopper: an expert's rows are the reduction; one operand is gathered, the other in order.
 
-Columns of the gathered one come by cp.async, those of the other through TMA. Rows past an expert's
-end are zeros in both, because a neighbour's may hold NaN. The gathered operand's columns are the
-result's rows or its columns: as the result lies.
+Columns of the gathered one are a tile's rows, and come by cp.async; those of the other are its
+columns, and come through TMA. A result that lies the other way is turned when it is stored. Rows
+past an expert's end are zeros in both operands, because a neighbour's may hold NaN.
 
 The producer looks the slots of a step's rows up two steps before it copies them, and tells the
-others which tile is next. Where a tile's stores take as long as its products, its sums wait in
-registers and are stored beside the next tile's products; what is added to comes beside its own.
+others which tile is next. A tile's sums wait in registers and are stored beside the next tile's
+products; what is added to comes beside its own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from .rows import load_rows, store_rows
 from .stores import (
     Waiting,
     Writer,
-    added,
-    in_quarters,
+    quarter_at,
+    quarters_of,
     rounded,
     staged_for,
     store,
-    store_box,
     write_quarter,
 )
 from .turns import (
@@ -39,7 +38,6 @@ from .turns import (
     column_tiles,
     forget,
     leave,
-    numbers_of,
     post,
     posted,
     turns_of,
@@ -54,21 +52,19 @@ ahead. With fewer the producer would wait for whoever waits for it."""
 
 
 class Plan(NamedTuple):
-    """Sizes of a weight gradient as it lies in memory, [E, m, n] with n contiguous; see `ring`."""
+    """Sizes of a weight gradient: m columns of the gathered operand by n of the other one; see
+    `ring`."""
 
     m: int
     n: int
+    turned: bool
+    """The result lies as [E, n, m] in memory, else as [E, m, n]."""
     stride_e: int
-    stride_m: int
+    stride_row: int
     gather: int
     """The gathered operand's row of a slot is slot // gather."""
-    gather_left: bool
-    """Columns of the gathered operand are the result's rows, else the result's columns."""
     stride_gathered: int
     add: bool
-    bm: int
-    """Rows of a tile: 64 for each of `parts` warpgroups."""
-    parts: int
     stages: int
     group_m: int
     """Row tiles that walk the columns side by side."""
@@ -76,8 +72,10 @@ class Plan(NamedTuple):
     """Tiles always go to whichever program is free; else they are dealt out, unless an expert is
     large."""
     boxed: bool
-    """The result is written through TMA, as boxes [64, 64] of [E * m, n]."""
+    """The result is written through TMA, as boxes [64, 64] of rows as it lies."""
+    bm: int
     bn: int
+    parts: int = 2
     left_turned: bool = True
     right_turned: bool = False
     copied: bool = True
@@ -129,8 +127,9 @@ class Step(NamedTuple):
     end: Any
     """The row after the expert's last."""
     row: Any
-    """First row of the tile, in the result; below 0: there is no step left."""
+    """First of the gathered operand's columns; below 0: there is no step left."""
     column: Any
+    """First of the other's."""
 
 
 class Queue(NamedTuple):
@@ -162,16 +161,15 @@ def _row_tiles(plan):
 
 
 @gluon.constexpr_function
-def _waits(plan):
-    """Whether sums are stored beside the next tile's products. Three warpgroups that multiply have
-    no registers for it."""
-    return plan.parts == 2 and plan.boxed and not plan.add
+def _shape(plan):
+    """(rows, columns) of an expert's result, as it lies."""
+    return (plan.n, plan.m) if plan.turned else (plan.m, plan.n)
 
 
-@gluon.jit
-def _columns(first, WIDTH: gl.constexpr):
-    """Numbers of columns from `first` on, [1, WIDTH]."""
-    return gl.expand_dims(first + gl.arange(0, WIDTH, gl.SliceLayout(0, rows_layout())), 0)
+@gluon.constexpr_function
+def _down(plan):
+    """See `quarter_at`."""
+    return 64 if plan.turned else 0
 
 
 @gluon.jit
@@ -255,38 +253,27 @@ def _looked_up(operands, at):
 
 @gluon.jit
 def _copy(operands, step, slots, ring, stage, PLAN: gl.constexpr):
-    """Begins to copy a step's rows of the gathered operand, as many columns as a tile has; zeros
-    where a row or a column is past the end."""
+    """Begins to copy a step's rows of the gathered operand, as many columns as a tile has rows;
+    zeros where a row or a column is past the end."""
     PARTS: gl.constexpr = PLAN.parts
-    by: gl.constexpr = gl.SliceLayout(1, rows_layout())
+    by: gl.constexpr = rows_layout()
     source = (slots // PLAN.gather).to(gl.int64) * PLAN.stride_gathered
     source = operands.gathered + gl.expand_dims(source, 1)  # [BK, 1]
-    inside = gl.expand_dims(step.first + gl.arange(0, BK, by) < step.end, 1)
-    if PLAN.gather_left:
-        for part in gl.static_range(PARTS):
-            m = _columns(step.row + 64 * part, 64)
-            left = ring.left.index(PARTS * stage + part)
-            copy(left, source + m, inside & (m < PLAN.m))
-    else:
-        n = _columns(step.column, PLAN.bn)
-        copy(ring.right.index(stage), source + n, inside & (n < PLAN.n))
+    rows = step.first + gl.arange(0, BK, gl.SliceLayout(1, by))
+    inside = gl.expand_dims(rows < step.end, 1)
+    for part in gl.static_range(PARTS):
+        m = step.row + 64 * part + gl.arange(0, 64, gl.SliceLayout(0, by))
+        m = gl.expand_dims(m, 0)  # [1, 64]
+        copy(ring.left.index(PARTS * stage + part), source + m, inside & (m < PLAN.m))
 
 
 @gluon.jit
 def _load(operands, step, ring, stage, PLAN: gl.constexpr):
     """Begins to load a step's rows of the dense operand."""
-    PARTS: gl.constexpr = PLAN.parts
     full = ring.full.index(stage)
-    if PLAN.gather_left:
-        mbarrier.expect(full, BK * PLAN.bn * 2)
-        right = ring.right.index(stage)
-        load_rows(operands.dense_box, step.first, step.end, step.column, full, right)
-    else:
-        mbarrier.expect(full, BK * PLAN.bm * 2)
-        for part in gl.static_range(PARTS):
-            left = ring.left.index(PARTS * stage + part)
-            m = step.row + 64 * part
-            load_rows(operands.dense_box, step.first, step.end, m, full, left)
+    mbarrier.expect(full, BK * PLAN.bn * 2)
+    right = ring.right.index(stage)
+    load_rows(operands.dense_box, step.first, step.end, step.column, full, right)
 
 
 @gluon.jit
@@ -317,35 +304,36 @@ def _produce(
 
 
 @gluon.jit
-def _store(acc, result, expert, row, column, PART: gl.constexpr, PLAN: gl.constexpr):
-    """Writes sums [64, bn] of an expert, or adds them."""
-    if PLAN.boxed:
-        first, end = expert * PLAN.m + row, (expert + 1) * PLAN.m
-        quarters = in_quarters(acc)
-        for i in gl.static_range(4):
-            n = column + 64 * i
-            store_box(quarters[i], result.boxes, result.staged, first, end, n, PART, i % 2)
+def _position(tile, PART: gl.constexpr, PLAN: gl.constexpr):
+    """(row, column) of a warpgroup's first sum in its expert's result, as that lies."""
+    m, n = tile.row * PLAN.bm + 64 * PART, tile.column * PLAN.bn
+    if PLAN.turned:
+        return n, m
     else:
-        to = result.out + expert.to(gl.int64) * PLAN.stride_e
-        if PLAN.add:
-            acc = added(acc, to, row, PLAN.m, column, PLAN.n, PLAN.stride_m)
-        store(acc, to, row, PLAN.m, column, PLAN.n, PLAN.stride_m)
+        return m, n
 
 
 @gluon.jit
-def _store_at_once(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
+def _store_from_registers(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     """Computes 64 rows of each tile and stores them, or adds them, when they are ready."""
+    ROWS: gl.constexpr = _shape(PLAN)[0]
+    COLUMNS: gl.constexpr = _shape(PLAN)[1]
     step, turn = 0, 0
-    steps = _told(work, 0).steps
-    while steps > 0:
-        acc = multiply(work.ring, step, steps, PART, PLAN)
-        expert, row, _, column = numbers_of(work.turns, turn)  # not before: registers are few
+    tile = _told(work, 0)
+    while tile.steps > 0:
         forget(work.turns, turn)
-        m = row * PLAN.bm + 64 * PART
-        _store(acc, result, expert, m, column * PLAN.bn, PART, PLAN)
-        step += steps
+        quarters = quarters_of(multiply(work.ring, step, tile.steps, PART, PLAN), PLAN.turned)
+        to = result.out + tile.expert.to(gl.int64) * PLAN.stride_e
+        first, left = _position(tile, PART, PLAN)
+        for i in gl.static_range(4):
+            row, column = quarter_at(first, left, i, _down(PLAN))
+            store(
+                quarters[i], to, row, ROWS, column, COLUMNS,
+                PLAN.stride_row, PLAN.add, PLAN.turned,
+            )  # fmt: skip
+        step += tile.steps
         turn += 1
-        steps = _told(work, turn).steps
+        tile = _told(work, turn)
 
 
 @gluon.jit
@@ -359,6 +347,15 @@ def _came(PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _box_rows(tile, PART: gl.constexpr, PLAN: gl.constexpr):
+    """(first row, the row after its expert's last, first column) of a warpgroup's sums in all
+    experts' results, as they lie."""
+    ROWS: gl.constexpr = _shape(PLAN)[0]
+    row, column = _position(tile, PART, PLAN)
+    return tile.expert * ROWS + row, (tile.expert + 1) * ROWS, column
+
+
+@gluon.jit
 def _add(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     """Computes 64 rows of each tile and adds them to what is there, which comes meanwhile."""
     step, turn = 0, 0
@@ -366,20 +363,21 @@ def _add(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     tile = _told(work, 0)
     while tile.steps > 0:
         forget(work.turns, turn)
-        row, end = tile.expert * PLAN.m + tile.row * PLAN.bm + 64 * PART, (tile.expert + 1) * PLAN.m
+        first, end, left = _box_rows(tile, PART, PLAN)
         tma.store_wait(0)
         mbarrier.expect(came, 4 * 64 * 64 * 2)
         for i in gl.static_range(4):
-            box = result.staged.index(4 * PART + i)
-            load_rows(result.boxes, row, end, tile.column * PLAN.bn + 64 * i, came, box)
-        quarters = in_quarters(multiply(work.ring, step, tile.steps, PART, PLAN))
+            row, column = quarter_at(first, left, i, _down(PLAN))
+            load_rows(result.boxes, row, end, column, came, result.staged.index(4 * PART + i))
+        quarters = quarters_of(multiply(work.ring, step, tile.steps, PART, PLAN), PLAN.turned)
         mbarrier.wait(came, turn & 1)
         for i in gl.static_range(4):
             box = result.staged.index(4 * PART + i)
             sums = quarters[i] + box.load(quarters[i].type.layout).to(gl.float32)
             box.store(sums.to(box.dtype))
             fence_async_shared()
-            store_rows(result.boxes, row, end, tile.column * PLAN.bn + 64 * i, box)
+            row, column = quarter_at(first, left, i, _down(PLAN))
+            store_rows(result.boxes, row, end, column, box)
         step += tile.steps
         turn += 1
         tile = _told(work, turn)
@@ -391,29 +389,29 @@ def _store_beside(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     dtype: gl.constexpr = result.staged.dtype
     step, turn = 0, 0
     tile = _told(work, 0)
-    waiting = Waiting(rounded(sums_of(PLAN), dtype), tile.row, tile.steps * 0, tile.column)
+    nothing = rounded(sums_of(PLAN), dtype, PLAN.turned)
+    waiting = Waiting(nothing, tile.row, tile.steps * 0, tile.column)
     while tile.steps > 0:
         forget(work.turns, turn)
-        writer = Writer(result.boxes, result.staged, waiting, PART)
+        writer = Writer(result.boxes, result.staged, waiting, PART, _down(PLAN))
         acc = multiply_beside(work.ring, step, tile.steps, PART, writer, write_quarter, 4, PLAN)
-        first = tile.expert * PLAN.m
-        row, end = first + tile.row * PLAN.bm + 64 * PART, first + PLAN.m
-        waiting = Waiting(rounded(acc, dtype), row, end, tile.column * PLAN.bn)
+        row, end, column = _box_rows(tile, PART, PLAN)
+        waiting = Waiting(rounded(acc, dtype, PLAN.turned), row, end, column)
         step += tile.steps
         turn += 1
         tile = _told(work, turn)
     for i in gl.static_range(4):
-        write_quarter(Writer(result.boxes, result.staged, waiting, PART), i)
+        write_quarter(Writer(result.boxes, result.staged, waiting, PART, _down(PLAN)), i)
 
 
 @gluon.jit
 def _consume(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
-    if _waits(PLAN):
-        _store_beside(result, work, PART, PLAN)
-    elif PLAN.boxed and PLAN.add:
+    if not PLAN.boxed:
+        _store_from_registers(result, work, PART, PLAN)
+    elif PLAN.add:
         _add(result, work, PART, PLAN)
     else:
-        _store_at_once(result, work, PART, PLAN)
+        _store_beside(result, work, PART, PLAN)
     tma.store_wait(0)
 
 
@@ -423,8 +421,8 @@ def dw_hopper_kernel(
     row_to_slot, expert_offsets, large_first, num_large, taken, experts,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """`dense_box`: rows of [64, bn], or [64, 64] where its columns are the result's rows; `boxes`:
-    of `out` as [E * m, n], rows of [64, 64]; or `out` itself."""
+    """`dense_box`: rows of [64, bn]; `boxes`: of `out` as it lies, rows of [64, 64]; or `out`
+    itself."""
     total = experts * (_row_tiles(PLAN) * column_tiles(PLAN))
     ring, turns = ring_of(gathered.dtype.element_ty, PLAN), turns_of(taken, PLAN, SLOTS)
     staged, came = ring.left, ring.full  # not used
@@ -436,24 +434,12 @@ def dw_hopper_kernel(
     slots = gl.allocate_shared_memory(gl.int32, [LOOKUPS, BK], plain)
     operands = Operands(gathered, dense_box, row_to_slot, slots)
     result, work = Result(out, boxes, staged, came), Work(ring, turns)
-    if PLAN.parts == 3:
-        gl.warp_specialize(
-            [
-                (_consume, (result, work, 0, PLAN)),
-                (_consume, (result, work, 1, PLAN)),
-                (_consume, (result, work, 2, PLAN)),
-                (_produce, (operands, expert_offsets, large_first, num_large, total, work, PLAN)),
-            ],
-            [4, 4, 4],
-            [160, 160, 32],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (result, work, 0, PLAN)),
-                (_consume, (result, work, 1, PLAN)),
-                (_produce, (operands, expert_offsets, large_first, num_large, total, work, PLAN)),
-            ],
-            [4, 4],
-            [224, 56],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (result, work, 0, PLAN)),
+            (_consume, (result, work, 1, PLAN)),
+            (_produce, (operands, expert_offsets, large_first, num_large, total, work, PLAN)),
+        ],
+        [4, 4],
+        [224, 56],
+    )

@@ -76,7 +76,7 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
         part = (turn + ME) % PLAN.parts  # of short tiles each warpgroup gets its share
         first += part * 64
         if first < end:
-            writer = Writer(out, staged, waiting, ME)
+            writer = Writer(out, staged, waiting, ME, 0)
             acc = multiply_beside(ring, step, STEPS, part, writer, write_quarter, 4, PLAN)
             waiting = Waiting(rounded(acc, out.dtype), first, end, column * PLAN.bn)
         else:
@@ -85,7 +85,7 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
         turn += 1
         _, first, end, column = told(turns, turn)
     for i in gl.static_range(4):
-        write_quarter(Writer(out, staged, waiting, ME), i)
+        write_quarter(Writer(out, staged, waiting, ME, 0), i)
     tma.store_wait(0)
 
 

@@ -186,7 +186,7 @@ def sums_of(PLAN: gl.constexpr):
     """Zeros [bm / parts, bn], as sums lie in a warpgroup's registers."""
     BN: gl.constexpr = PLAN.bn
     # four warpgroups begin with 128 registers each, too few for an instruction with 256 columns
-    WIDTH: gl.constexpr = 128 if PLAN.parts == 3 or is_widened(PLAN) else BN
+    WIDTH: gl.constexpr = 128 if is_widened(PLAN) else BN
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     return gl.zeros([PLAN.bm // PLAN.parts, BN], gl.float32, layout)
 

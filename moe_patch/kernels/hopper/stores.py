@@ -12,22 +12,34 @@ from .rows import store_rows
 
 
 @gluon.constexpr_function
-def _by_quads(rows, columns):
-    """Layout of a warpgroup's [rows, columns] in which a thread has eight neighbours of a row, and
-    four threads 32: every row stays in the warp that has it among its sums."""
-    registers = [[0, 1], [0, 2], [0, 4]]
-    registers += [[0, size] for size in (32, 64, 128) if size < columns]
-    registers += [[8, 0]] + [[size, 0] for size in (64,) if size < rows]
-    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
+def _bits(size, dim):
+    """Steps of a layout's bits along one of two dimensions."""
+    steps = [1 << i for i in range(size.bit_length() - 1)]
+    return [[0, step] if dim else [step, 0] for step in steps]
+
+
+@gluon.constexpr_function
+def _by_rows(rows, columns, wide, turned):
+    """Layout of a warpgroup's sums [rows, columns] in which a thread has 16 bytes of a row, and its
+    neighbours those beside them. Every sum stays in the warp that computes it, which has 16 of each
+    64 rows, or, `turned`, of the columns. `wide`: a sum is stored in 4 bytes, else in 2."""
+    row, column, vector = _bits(rows, 0), _bits(columns, 1), 2 if wide else 3
+    if turned:
+        beside = column[vector:4]
+        down = 5 - len(beside)
+        registers, warps = column[:vector] + row[down:], column[4:6]
+    else:
+        beside, down = column[vector : vector + 2], 3
+        registers, warps = column[:vector] + column[vector + 2 :] + row[3:4] + row[6:], row[4:6]
+    return gl.DistributedLinearLayout(registers, beside + row[:down], warps, [], [rows, columns])
 
 
 @gluon.jit
-def _at(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
+def _at(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr, TURNED: gl.constexpr):
     """(pointers to rows m0 ... of `out`, ROW elements apart, which of them are before row m_end and
     column n_end), in the layout in which sums are stored there."""
     WIDE: gl.constexpr = out.dtype.element_ty.primitive_bitwidth > 16
-    by: gl.constexpr = sums.type.layout if WIDE else _by_quads(sums.shape[0], sums.shape[1])
+    by: gl.constexpr = _by_rows(sums.shape[0], sums.shape[1], WIDE, TURNED)
     m = m0 + gl.arange(0, sums.shape[0], gl.SliceLayout(1, by))
     n = n0 + gl.arange(0, sums.shape[1], gl.SliceLayout(0, by))
     to = out + gl.expand_dims(m.to(gl.int64) * ROW, 1) + gl.expand_dims(n, 0)
@@ -35,19 +47,17 @@ def _at(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
 
 
 @gluon.jit
-def added(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
-    """Sums, plus what is in rows m0 ... of `out`, ROW elements apart, up to row m_end and column
-    n_end."""
-    at, inside = _at(sums, out, m0, m_end, n0, n_end, ROW)
-    old = gl.load(at, mask=inside, other=0.0)
-    return sums + gl.convert_layout(old, sums.type.layout).to(gl.float32)
-
-
-@gluon.jit
-def store(sums, out, m0, m_end, n0, n_end, ROW: gl.constexpr):
-    """Writes sums to rows m0 ... of `out`, ROW elements apart, up to row m_end and column n_end.
-    They are not to push operands out of the L2 cache."""
-    at, inside = _at(sums, out, m0, m_end, n0, n_end, ROW)
+def store(
+    sums, out, m0, m_end, n0, n_end,
+    ROW: gl.constexpr, ADD: gl.constexpr = False, TURNED: gl.constexpr = False,
+):  # fmt: skip
+    """Writes sums to rows m0 ... of `out`, ROW elements apart, up to row m_end and column n_end; or
+    adds them to what is there. `TURNED`: a warp has columns of them, else rows. They are not to
+    push operands out of the L2 cache."""
+    at, inside = _at(sums, out, m0, m_end, n0, n_end, ROW, TURNED)
+    if ADD:
+        sums = gl.convert_layout(sums, inside.type.layout)
+        sums += gl.load(at, mask=inside, other=0.0).to(gl.float32)
     new = gl.convert_layout(sums.to(out.dtype.element_ty), inside.type.layout)
     gl.store(at, new, mask=inside, cache_modifier=".cs")
 
@@ -74,10 +84,27 @@ def in_quarters(acc):
 
 
 @gluon.jit
-def rounded(acc, dtype: gl.constexpr):
-    """The same in a narrower dtype."""
+def quarters_of(acc, TURNED: gl.constexpr):
+    """Four quarters of the columns, each turned if rows of a result are columns of the sums."""
     a, b, c, d = in_quarters(acc)
+    if TURNED:
+        return a.permute((1, 0)), b.permute((1, 0)), c.permute((1, 0)), d.permute((1, 0))
+    else:
+        return a, b, c, d
+
+
+@gluon.jit
+def rounded(acc, dtype: gl.constexpr, TURNED: gl.constexpr = False):
+    """The same in a narrower dtype."""
+    a, b, c, d = quarters_of(acc, TURNED)
     return a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype)
+
+
+@gluon.jit
+def quarter_at(row, column, quarter, down):
+    """(first row, first column) in a result of a quarter of sums that begin there: each lies `down`
+    rows below the one before, which is 64 where sums are turned, or else beside it."""
+    return row + down * quarter, column + (64 - down) * quarter
 
 
 @gluon.jit
@@ -95,7 +122,7 @@ class Waiting(NamedTuple):
     """Sums of a tile that are written beside the next one's products."""
 
     quarters: Any
-    """Four parts of its columns, [64, 64] each, rounded."""
+    """Four parts of its columns, [64, 64] each, rounded, as they lie in the result."""
     row: Any
     end: Any
     """The row after the last that is written; 0 if there are no sums."""
@@ -109,6 +136,8 @@ class Writer(NamedTuple):
     staged: Any
     waiting: Waiting
     me: gl.constexpr
+    down: Any
+    """Rows from a quarter to the next one: 64, or 0 if it lies beside it."""
 
 
 @gluon.jit
@@ -116,7 +145,7 @@ def write_quarter(writer, QUARTER: gl.constexpr):
     """Writes one of the four parts of waiting sums."""
     quarters, row, end, column = writer.waiting
     if end > 0:
-        n = column + 64 * QUARTER
+        row, column = quarter_at(row, column, QUARTER, writer.down)
         store_box(
-            quarters[QUARTER], writer.boxes, writer.staged, row, end, n, writer.me, QUARTER % 2
+            quarters[QUARTER], writer.boxes, writer.staged, row, end, column, writer.me, QUARTER % 2
         )
