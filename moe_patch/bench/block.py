@@ -39,7 +39,7 @@ class Timing:
     shape: str
     tokens: int
     dtype: str
-    mode: str  # "forward", "forward, graph" or "backward"
+    mode: str  # "forward" or "backward", or ", graph" after it
     implementation: str
     ms: float
     p10: float
@@ -176,20 +176,17 @@ def bench(
     Args:
         eager: time Hugging Face's slow loop too.
         compiled: and its grouped_mm under torch.compile.
-        graph: time the replay of CUDA graphs; only forward.
+        graph: time the replay of CUDA graphs.
         routing: which experts tokens choose: "uniform", "zipf", "hot" or a file, as
             `moe_patch.bench.routing` has them. Parity is checked with uniform routing.
 
     Raises:
         RuntimeError: there is no GPU.
-        ValueError: an unknown shape, mode or routing, a file that does not fit, or graphs of a
-            backward.
+        ValueError: an unknown shape, mode or routing, or a file that does not fit.
     """
     need_gpu()
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}: use {' or '.join(MODES)}")
-    if graph and mode == "backward":
-        raise ValueError("graphs of a backward are not timed: use mode forward")
     size, backward = find(shape), mode == "backward"
     routed.check(routing)
     index = None if routing == routed.UNIFORM else routed.choices(routing, size, tokens)
@@ -282,7 +279,7 @@ class Block(Timed):
         add_shape(flag, " ".join(SHAPES))
         add_tokens(flag, TOKENS)
         add_dtype(flag, "bf16", ["fp8"] if old else [])
-        text = "of forward, backward (both passes, all gradients); default: both; --graph: forward"
+        text = "of forward, backward (both passes, all gradients); default: both"
         flag("--mode", nargs="+", choices=MODES, metavar="NAME", help=text)
         flag("--graph", action="store_true", help="time CUDA graphs: no launches in the way")
         text = f"of {', '.join(routed.NAMES)}, or a safetensors file with {routed.KEY} [tokens, K]"
@@ -297,13 +294,11 @@ class Block(Timed):
             if how:
                 routed.check(how)
                 routed.choices(how, size, 1)
-        if options.graph and "backward" in (options.mode or ()):
-            raise ValueError("--graph times the forward only: leave out --mode backward")
 
     def measure(self, run: Run) -> ParityReport | None:
         options = run.options
         names = options.shape or SHAPES
-        modes = options.mode or (["forward"] if options.graph else MODES)
+        modes = options.mode or MODES
         dtypes = [DTYPES[name] for name in options.dtype or ["bf16"]]
         hows = options.routing or [routed.UNIFORM]
         todo = [*itertools.product(names, dtypes, modes, options.tokens or TOKENS, hows)]

@@ -33,7 +33,6 @@ def run(capsys, *arguments):
     "arguments, words",
     [
         (["--shape", "gpt5"], "unknown shape 'gpt5'"),
-        (["--graph", "--mode", "forward", "backward"], "--graph times the forward only"),
         (["--model-config", "no/such.json"], "no model config at 'no/such.json'"),
         (["--layers", "2"], "--model-config"),
         (["--model-config", "x.json", "--shape", "tiny_qwen3"], "takes no --shape"),
@@ -96,7 +95,9 @@ def test_command_prints_tables_ceilings_and_notes(capsys, rows):
 
 def test_command_passes_its_options_on(capsys, rows):
     run(capsys, "--shape", "qwen3_30b", "--tokens", 1, "--graph", "--dtype", "fp16")
-    assert rows == [("qwen3_30b", 1, "forward", torch.float16, True, True, True, "uniform")]
+    assert rows == [
+        ("qwen3_30b", 1, mode, torch.float16, True, True, True, "uniform") for mode in bench.MODES
+    ]
     rows.clear()
     run(capsys, "--tokens", 1, "--mode", "backward", "--no-eager", "--no-compile")
     assert [row[1:] for row in rows] == [
@@ -104,7 +105,7 @@ def test_command_passes_its_options_on(capsys, rows):
     ] * 2  # two shapes
     rows.clear()
     run(capsys, "--shape", "tiny_qwen3", "--tokens", 1, "--graph", "--routing", "zipf", "hot")
-    assert [row[-1] for row in rows] == ["zipf", "hot"]
+    assert [row[-1] for row in rows] == ["zipf", "hot"] * 2
     rows.clear()
     run(capsys, "--shape", "tiny_qwen3", "--mode", "forward")
     assert [row[1] for row in rows] == [1, 64, 1024, 4096]
