@@ -140,6 +140,7 @@ def test_the_hosts_clock_waits_before_and_after(monkeypatch):
 def pretend(use, monkeypatch):
     """A GPU that is not there: blocks are built on the CPU, every call takes 1 ms, 2 ms ..."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    torch.compiler.reset()  # imports, with such a GPU, what needs the real Generator
     monkeypatch.setattr(bench, "ceilings", lambda dtype: H200)
     cpu_build, randn, generator = bench.build, torch.randn, torch.Generator
     monkeypatch.setattr(bench, "build", lambda shape, dtype, device: cpu_build(shape, dtype=dtype))
