@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..tiling import in_groups
+from .dw_steps import SLOTS, Tiles, first_tile, next_step, row_tiles, tell, told
 from .gather import copy, rows_layout
 from .ring import BK, multiply, multiply_beside, ring_of, sums_of, wait_empty
 from .rows import load_rows, store_rows
@@ -32,23 +32,11 @@ from .stores import (
     store,
     write_quarter,
 )
-from .turns import (
-    answer,
-    ask,
-    column_tiles,
-    forget,
-    leave,
-    post,
-    posted,
-    turns_of,
-)
+from .turns import column_tiles, forget, leave, turns_of
 
 LOOKUPS = gl.constexpr(4)
 """Steps whose slots there is memory for: the one at hand, two that are looked up, and one that a
 warp may still read."""
-SLOTS = gl.constexpr(4)
-"""Tiles of which the others may have been told: one that they still read, the one at hand, and two
-ahead. With fewer the producer would wait for whoever waits for it."""
 
 
 class Plan(NamedTuple):
@@ -108,58 +96,6 @@ class Work(NamedTuple):
     turns: Any
 
 
-class Tiles(NamedTuple):
-    """Tiles of a result, and how the producer comes by them."""
-
-    expert_offsets: Any
-    large_first: Any
-    """Experts in the order in which their tiles are computed: what takes long begins first."""
-    total: Any
-    turns: Any
-    shared: Any
-    """Whether they go to whichever program is free; else they are dealt out."""
-
-
-class Step(NamedTuple):
-    """BK rows of the reduction, and the tile of which they are a step."""
-
-    first: Any
-    end: Any
-    """The row after the expert's last."""
-    row: Any
-    """First of the gathered operand's columns; below 0: there is no step left."""
-    column: Any
-    """First of the other's."""
-
-
-class Queue(NamedTuple):
-    """Tiles of a program's, for its producer."""
-
-    at: Any
-    """Number of the tile at hand."""
-    asked: Any
-    """The one after it, as `ask` has it, if they are shared; else anything."""
-    turn: Any
-    """Number of the next turn, of which the others have not been told."""
-
-
-class Tile(NamedTuple):
-    """Tile of a turn, for the others."""
-
-    expert: Any
-    row: Any
-    """Number of the row tile."""
-    steps: Any
-    """Steps that it takes; 0: there is no tile left."""
-    column: Any
-    """Number of the column tile."""
-
-
-@gluon.constexpr_function
-def _row_tiles(plan):
-    return (plan.m + plan.bm - 1) // plan.bm
-
-
 @gluon.constexpr_function
 def _shape(plan):
     """(rows, columns) of an expert's result, as it lies."""
@@ -170,69 +106,6 @@ def _shape(plan):
 def _down(plan):
     """See `quarter_at`."""
     return 64 if plan.turned else 0
-
-
-@gluon.jit
-def _told(work, turn):
-    """Tile of a turn, once it is there; `forget` says that it has been read."""
-    expert, row, steps, column = posted(work.turns, turn)
-    return Tile(expert, row, steps, column)
-
-
-@gluon.jit
-def _first(tiles):
-    """Queue at the program's first tile."""
-    return Queue(gl.program_id(0), ask(tiles.turns, tiles.shared), gl.to_tensor(0))
-
-
-@gluon.jit
-def _next(queue, tiles):
-    """The same at the tile after it; asks for the one after that."""
-    at, asked = queue.at + gl.num_programs(0), queue.asked
-    if tiles.shared:
-        at, asked = answer(asked), ask(tiles.turns)
-    return Queue(at, asked, queue.turn)
-
-
-@gluon.jit
-def _rows_of(queue, tiles, PLAN: gl.constexpr):
-    """(expert, its first row, the row after its last) of a tile; the last one's after it."""
-    NUM_M: gl.constexpr = _row_tiles(PLAN)
-    at = gl.minimum(queue.at, tiles.total - 1)
-    expert = at // (NUM_M * column_tiles(PLAN))
-    expert = gl.load(tiles.large_first + expert)
-    begin = gl.load(tiles.expert_offsets + expert)
-    return expert, begin, gl.load(tiles.expert_offsets + expert + 1)
-
-
-@gluon.jit
-def _tell(queue, tiles, PLAN: gl.constexpr):
-    """Tells the others the tile at hand, or that there is none: (Queue, the tile's first Step). To
-    an expert without rows nothing is added; without `add` such a tile is a step of zeros, so that
-    as many tiles are told ahead as steps."""
-    NUM_M: gl.constexpr = _row_tiles(PLAN)
-    NUM_N: gl.constexpr = column_tiles(PLAN)
-    expert, begin, end = _rows_of(queue, tiles, PLAN)
-    if PLAN.add:
-        while (begin == end) & (queue.at < tiles.total):
-            queue = _next(queue, tiles)
-            expert, begin, end = _rows_of(queue, tiles, PLAN)
-    row, column = in_groups(queue.at % (NUM_M * NUM_N), NUM_M, NUM_N, PLAN.group_m)
-    steps = gl.maximum((end - begin + BK - 1) // BK, 1)
-    if queue.at >= tiles.total:
-        row, steps = gl.to_tensor(-1), gl.to_tensor(0)
-    post(tiles.turns, queue.turn, Tile(expert, row, steps, column))
-    queue = Queue(queue.at, queue.asked, queue.turn + 1)
-    return queue, Step(begin, end, row * PLAN.bm, column * PLAN.bn)
-
-
-@gluon.jit
-def _after(queue, step, tiles, PLAN: gl.constexpr):
-    """(Queue, Step) after that."""
-    after = Step(step.first + BK, step.end, step.row, step.column)
-    if (after.first >= after.end) & (step.row >= 0):
-        queue, after = _tell(_next(queue, tiles), tiles, PLAN)
-    return queue, after
 
 
 @gluon.jit
@@ -284,13 +157,13 @@ def _produce(
     filled = 0
     shared = PLAN.shared | (gl.load(num_large) > 0)
     tiles = Tiles(expert_offsets, large_first, total, work.turns, shared)
-    queue, step = _tell(_first(tiles), tiles, PLAN)
+    queue, step = tell(first_tile(tiles), tiles, PLAN)
     _look_up(operands, step, 0)
-    queue, second = _after(queue, step, tiles, PLAN)
+    queue, second = next_step(queue, step, tiles, PLAN)
     _look_up(operands, second, 1)
     while step.row >= 0:
         slots = _looked_up(operands, filled)
-        queue, third = _after(queue, second, tiles, PLAN)
+        queue, third = next_step(queue, second, tiles, PLAN)
         _look_up(operands, third, filled + 2)
         stage = wait_empty(work.ring, filled, PLAN)
         _copy(operands, step, slots, work.ring, stage, PLAN)
@@ -319,7 +192,7 @@ def _store_from_registers(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     ROWS: gl.constexpr = _shape(PLAN)[0]
     COLUMNS: gl.constexpr = _shape(PLAN)[1]
     step, turn = 0, 0
-    tile = _told(work, 0)
+    tile = told(work.turns, 0)
     while tile.steps > 0:
         forget(work.turns, turn)
         quarters = quarters_of(multiply(work.ring, step, tile.steps, PART, PLAN), PLAN.turned)
@@ -333,7 +206,7 @@ def _store_from_registers(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
             )  # fmt: skip
         step += tile.steps
         turn += 1
-        tile = _told(work, turn)
+        tile = told(work.turns, turn)
 
 
 @gluon.jit
@@ -360,7 +233,7 @@ def _add(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     """Computes 64 rows of each tile and adds them to what is there, which comes meanwhile."""
     step, turn = 0, 0
     came = result.came.index(PART)
-    tile = _told(work, 0)
+    tile = told(work.turns, 0)
     while tile.steps > 0:
         forget(work.turns, turn)
         first, end, left = _box_rows(tile, PART, PLAN)
@@ -380,7 +253,7 @@ def _add(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
             store_rows(result.boxes, row, end, column, box)
         step += tile.steps
         turn += 1
-        tile = _told(work, turn)
+        tile = told(work.turns, turn)
 
 
 @gluon.jit
@@ -388,7 +261,7 @@ def _store_beside(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     """Computes 64 rows of each tile and stores them beside the next one's products."""
     dtype: gl.constexpr = result.staged.dtype
     step, turn = 0, 0
-    tile = _told(work, 0)
+    tile = told(work.turns, 0)
     nothing = rounded(sums_of(PLAN), dtype, PLAN.turned)
     waiting = Waiting(nothing, tile.row, tile.steps * 0, tile.column)
     while tile.steps > 0:
@@ -399,7 +272,7 @@ def _store_beside(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
         waiting = Waiting(rounded(acc, dtype, PLAN.turned), row, end, column)
         step += tile.steps
         turn += 1
-        tile = _told(work, turn)
+        tile = told(work.turns, turn)
     for i in gl.static_range(4):
         write_quarter(Writer(result.boxes, result.staged, waiting, PART, _down(PLAN)), i)
 
@@ -423,7 +296,7 @@ def dw_hopper_kernel(
 ):  # fmt: skip
     """`dense_box`: rows of [64, bn]; `boxes`: of `out` as it lies, rows of [64, 64]; or `out`
     itself."""
-    total = experts * (_row_tiles(PLAN) * column_tiles(PLAN))
+    total = experts * (row_tiles(PLAN) * column_tiles(PLAN))
     ring, turns = ring_of(gathered.dtype.element_ty, PLAN), turns_of(taken, PLAN, SLOTS)
     staged, came = ring.left, ring.full  # not used
     if PLAN.boxed:
