@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+from collections.abc import Iterator
 
 gc.disable()  # what is imported and collected stays: pytest_collection_finish turns it on
 
@@ -82,6 +84,17 @@ def one_thread():
     """What a test sets does not last."""
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def alone(tmp_path_factory) -> Iterator[None]:
+    """Waits until no other process runs such a test: it takes much of the GPU's memory, which it
+    gives back."""
+    with open(tmp_path_factory.getbasetemp().parent / "alone", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

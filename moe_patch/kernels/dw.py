@@ -115,7 +115,7 @@ def _on_hopper(
     p: Tensor, q: Tensor, order: ExpertOrder, gather: int, out: Tensor, add: bool, tile: Tile
 ) -> bool:
     """Starts the kernel in hopper/, unless operands cannot be copied by 16 bytes."""
-    turned = out.stride(2) != 1
+    turned = out.stride(2) != 1  # it lies as [E, N, M]
     lies = out.transpose(1, 2) if turned else out
     (experts, m, n), (stride_e, stride_row, stride_column) = out.shape, lies.stride()
     sizes = (m, n, p.stride(0), q.stride(0), p.data_ptr() // p.element_size())

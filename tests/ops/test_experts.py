@@ -56,6 +56,7 @@ def test_output_and_every_gradient(device, size, dtype, weight_on, transposed, r
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("weight_on", ("output", "input"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", BIG, ids=str)
@@ -471,6 +472,7 @@ def test_no_host_synchronisation(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("alone")
 def test_weights_past_two_to_the_31_elements(device):
     """E * 2I * H > 2^31: the last expert's rows are read and its gradient written in 64 bits."""
     experts, inner, hidden = 140, 4096, 2048
