@@ -1,4 +1,4 @@
-"""Which steps a program of dw takes: its tiles, one after the other, BK rows of an expert a step.
+"""Steps that a program of dw takes: its tiles, one after the other, BK rows of an expert a step.
 
 The producer is two steps ahead of what it copies, so that it goes over to the next tile, and tells
 the others of it, before the tile at hand is at its end. Tiles are dealt out, or go to whichever
