@@ -25,8 +25,8 @@ from .rows import load_rows, store_rows
 from .stores import (
     Waiting,
     Writer,
+    in_quarters,
     quarter_at,
-    quarters_of,
     rounded,
     staged_for,
     store,
@@ -195,7 +195,7 @@ def _store_from_registers(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
     tile = told(work.turns, 0)
     while tile.steps > 0:
         forget(work.turns, turn)
-        quarters = quarters_of(multiply(work.ring, step, tile.steps, PART, PLAN), PLAN.turned)
+        quarters = in_quarters(multiply(work.ring, step, tile.steps, PART, PLAN), PLAN.turned)
         to = result.out + tile.expert.to(gl.int64) * PLAN.stride_e
         first, left = _position(tile, PART, PLAN)
         for i in gl.static_range(4):
@@ -242,7 +242,7 @@ def _add(result, work, PART: gl.constexpr, PLAN: gl.constexpr):
         for i in gl.static_range(4):
             row, column = quarter_at(first, left, i, _down(PLAN))
             load_rows(result.boxes, row, end, column, came, result.staged.index(4 * PART + i))
-        quarters = quarters_of(multiply(work.ring, step, tile.steps, PART, PLAN), PLAN.turned)
+        quarters = in_quarters(multiply(work.ring, step, tile.steps, PART, PLAN), PLAN.turned)
         mbarrier.wait(came, turn & 1)
         for i in gl.static_range(4):
             box = result.staged.index(4 * PART + i)

@@ -22,7 +22,7 @@ def _bits(size, dim):
 def _by_rows(rows, columns, wide, turned):
     """Layout of a warpgroup's sums [rows, columns] in which a thread has 16 bytes of a row, and its
     neighbours those beside them. Every sum stays in the warp that computes it, which has 16 of each
-    64 rows, or, `turned`, of the columns. `wide`: a sum is stored in 4 bytes, else in 2."""
+    64 rows, or, `turned`, of the 64 columns. `wide`: a sum is stored in 4 bytes, else in 2."""
     row, column, vector = _bits(rows, 0), _bits(columns, 1), 2 if wide else 3
     if turned:
         beside = column[vector:4]
@@ -77,16 +77,11 @@ def in_halves(acc):
 
 
 @gluon.jit
-def in_quarters(acc):
-    """Four quarters of the columns."""
-    left, right = in_halves(acc)
-    return in_halves(left) + in_halves(right)
-
-
-@gluon.jit
-def quarters_of(acc, TURNED: gl.constexpr):
+def in_quarters(acc, TURNED: gl.constexpr):
     """Four quarters of the columns, each turned if rows of a result are columns of the sums."""
-    a, b, c, d = in_quarters(acc)
+    left, right = in_halves(acc)
+    a, b = in_halves(left)
+    c, d = in_halves(right)
     if TURNED:
         return a.permute((1, 0)), b.permute((1, 0)), c.permute((1, 0)), d.permute((1, 0))
     else:
@@ -96,7 +91,7 @@ def quarters_of(acc, TURNED: gl.constexpr):
 @gluon.jit
 def rounded(acc, dtype: gl.constexpr, TURNED: gl.constexpr = False):
     """The same in a narrower dtype."""
-    a, b, c, d = quarters_of(acc, TURNED)
+    a, b, c, d = in_quarters(acc, TURNED)
     return a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype)
 
 

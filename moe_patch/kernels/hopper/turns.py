@@ -294,7 +294,7 @@ def tell(turns, turn, at, tiles, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def numbers_of(turns, turn):
+def _numbers_of(turns, turn):
     """The four numbers of a turn, for whoever knows that they are there."""
     return (
         _read(turns, turn, 0),
@@ -309,7 +309,7 @@ def posted(turns, turn):
     """The four numbers of a turn, for the others; they stay until `forget`."""
     slot, phase = _slot(turns, turn)
     mbarrier.wait(turns.full.index(slot), phase)
-    return numbers_of(turns, turn)
+    return _numbers_of(turns, turn)
 
 
 @gluon.jit
@@ -322,7 +322,7 @@ def forget(turns, turn):
 @gluon.jit
 def own(turns, turn):
     """The Place of a turn, for the producer."""
-    expert, first, end, column = numbers_of(turns, turn)
+    expert, first, end, column = _numbers_of(turns, turn)
     return Place(expert, first, end, column)
 
 
