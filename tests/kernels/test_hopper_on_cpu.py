@@ -20,6 +20,7 @@ from ops import drawn_bytes
 from moe_patch import reference
 from moe_patch.kernels import chips, dgate, dw, fp8_gemm, gate_up, grouped_gemm, tiles
 from moe_patch.kernels.activate import Activated
+from moe_patch.kernels.hopper import stores
 from moe_patch.kernels.low_rank import LowRank
 from moe_patch.kernels.tiles import ROLES, Tile
 from moe_patch.ops.grouped import sort
@@ -244,6 +245,46 @@ def test_dw_where_many_experts_have_no_rows(monkeypatch, few, add, used):
         truth = start[expert].double() * add
         truth += p[order.row_to_slot[begin:end].long()].double().T @ q[begin:end].double()
         assert close(out[expert], truth) if end > begin else torch.equal(out[expert], truth.half())
+
+
+@pytest.mark.parametrize("add, few", [(False, 8), (True, 16)])
+@pytest.mark.parametrize("boxed", [False, True])
+def test_few_rows_of_a_weight_gradient(monkeypatch, add, few, boxed):
+    """Twice as many rows are few where the result is read, too; boxes that it is read into take the
+    place of a stage."""
+    monkeypatch.setattr(dw, "FEW", 8)
+    asked = []
+    monkeypatch.setattr(
+        dw,
+        "_launch_on_hopper",
+        lambda few, **sizes: asked.append((few, sizes["stages"])) or (lambda *_: None),
+    )
+    for rows in (few - 1, few):
+        index = torch.arange(2).repeat_interleave(rows)[:, None]
+        order, _ = sort(index, 2, DTYPE, 128)
+        p, q = torch.zeros(2 * rows, 64, dtype=DTYPE), torch.zeros(2 * rows, 256, dtype=DTYPE)
+        out, _ = copy_as(torch.zeros(2, 64, 256, dtype=DTYPE), False, 0 if boxed else 8)
+        assert dw._on_hopper(p, q, order, 1, out, add, Tile(128, 256, 64, ROLES, 4))
+    stages = 3 if add and boxed else 4
+    assert asked == [(True, stages), (False, stages)]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    "rows, columns, turned", [(64, 64, False), (64, 128, False), (64, 64, True), (256, 64, True)]
+)
+def test_a_row_of_sums_is_written_by_16_bytes(rows, columns, turned, wide):
+    """Each sum has one thread, of the warp that computes it, and its neighbours lie beside it."""
+    by = stores._by_rows(rows, columns, wide, turned)
+    bases = [*by.reg_bases, *by.lane_bases, *by.warp_bases]
+    row, column = ([each[dim] for each in bases if each[dim]] for dim in (0, 1))
+    assert all(0 in each for each in bases)
+    assert sorted(row) == [1 << i for i in range(rows.bit_length() - 1)]
+    assert sorted(column) == [1 << i for i in range(columns.bit_length() - 1)]
+    assert by.warp_bases == ([[0, 16], [0, 32]] if turned else [[16, 0], [32, 0]])
+    assert len(by.lane_bases) == 5
+    vector = 2 if wide else 3
+    assert by.reg_bases[:vector] == [[0, 1 << i] for i in range(vector)]
 
 
 @pytest.mark.parametrize("seed", range(12))
