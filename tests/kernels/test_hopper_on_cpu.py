@@ -274,7 +274,8 @@ def test_few_rows_of_a_weight_gradient(monkeypatch, add, few, boxed):
     "rows, columns, turned", [(64, 64, False), (64, 128, False), (64, 64, True), (256, 64, True)]
 )
 def test_a_row_of_sums_is_written_by_16_bytes(rows, columns, turned, wide):
-    """Each sum has one thread, of the warp that computes it, and its neighbours lie beside it."""
+    """Each sum has one thread, of the warp that computes it. A thread has 16 bytes of a row, and
+    the next thread those beside them."""
     by = stores._by_rows(rows, columns, wide, turned)
     bases = [*by.reg_bases, *by.lane_bases, *by.warp_bases]
     row, column = ([each[dim] for each in bases if each[dim]] for dim in (0, 1))
@@ -285,6 +286,7 @@ def test_a_row_of_sums_is_written_by_16_bytes(rows, columns, turned, wide):
     assert len(by.lane_bases) == 5
     vector = 2 if wide else 3
     assert by.reg_bases[:vector] == [[0, 1 << i] for i in range(vector)]
+    assert by.lane_bases[0] == [0, 1 << vector]  # no more of a row than that in one thread
 
 
 @pytest.mark.parametrize("seed", range(12))
