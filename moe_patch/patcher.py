@@ -27,6 +27,7 @@ from .models.decorated import (
 )
 from .recognise import gates, lending, routers
 from .recognise.eligibility import dispatches, is_decorated, why_by_parts, why_not_fused
+from .recognise.mlps import FusedMLP, with_mlps
 from .recognise.original import Fused, describe, fused_within, replaced, why_replaced
 from .recognise.routers import with_routers
 from .recognise.storage import PLAIN, storage_of
@@ -75,6 +76,8 @@ class PatchReport:
     """Names of the fused routers of these blocks."""
     adapters: list[str] = field(default_factory=list)
     """Names of PEFT's wrappers whose factors the fused experts take."""
+    shared_experts: list[str] = field(default_factory=list)
+    """Names of the shared experts of these blocks whose gate is fused."""
     left: list[Left] = field(default_factory=list)
     """Routers, gates and adapters of fused blocks that are not fused; not those in `skipped`."""
     notes: list[str] = field(default_factory=list)
@@ -98,9 +101,9 @@ class PatchReport:
             {"name": part.name, "class": part.cls, "kind": part.kind, "reason": part.reason}
             for part in self.left
         ]
-        routers, adapters = list(self.routers), list(self.adapters)
         return {
-            "fused": blocks, "routers": routers, "adapters": adapters,
+            "fused": blocks, "routers": list(self.routers), "adapters": list(self.adapters),
+            "shared_experts": list(self.shared_experts),
             "skipped": skipped, "left": left, "notes": list(self.notes),
         }  # fmt: skip
 
@@ -125,9 +128,14 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
     """
     _check(model, "patch")
     report, matched, changed = PatchReport(), False, False
+    fused = {
+        "router": report.routers, "adapters": report.adapters,
+        "shared experts": report.shared_experts,
+    }  # fmt: skip
     with _patching:
         with_adapters()
         with_routers(model)
+        with_mlps(model)
         versions.say_untested()
         compat.say_lost(compat.loaded())
         for block in find_blocks(model):
@@ -143,7 +151,7 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
                         report.left.append(part)
                     else:
                         kind, name = part
-                        (report.routers if kind == "router" else report.adapters).append(name)
+                        fused[kind].append(name)
                 report.fused.append(block.name)
                 report.classes.append(cls)
         report.notes.extend(_notes(model, report))
@@ -247,7 +255,7 @@ class Block:
 
     def parts(self, besides: Collection[str]) -> Iterator[Left | tuple[str, str]]:
         """What is left of the routers, gates and adapters of a fused block; (kind, name) of those
-        routers and adapters that are fused."""
+        routers, shared experts and adapters that are fused."""
         for name, module in self.module.named_modules(prefix=self.name):
             found = None if name in besides else _part(name, module)
             if found is None:
@@ -334,7 +342,10 @@ def _why_left_out(module: nn.Module) -> str | None:
 
 
 def _part(name: str, module: Any) -> tuple[str, str | None] | None:
-    """(kind, why it is not fused) of a router, a gate or an adapter in a fused block."""
+    """(kind, why it is not fused) of a router, a gate, shared experts or adapters in a fused
+    block."""
+    if issubclass(_fused_class(module) or object, FusedMLP):
+        return "shared experts", None
     if routers.is_router(name, module):
         if plain_class(module) is nn.Linear:
             return "router", "the block itself chooses experts by the logits of this nn.Linear"

@@ -32,6 +32,7 @@ FLOORS = tuple(
         kernels.activate kernels.tiles kernels.tiling kernels.low_rank kernels.widen kernels.packed
         kernels.weights kernels.topk
         kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize
+        kernels.glu
         kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.producer
         kernels.hopper.rows kernels.hopper.update kernels.hopper.stores kernels.hopper.gather
         kernels.hopper.widening kernels.hopper.roles
@@ -49,12 +50,12 @@ FLOORS = tuple(
         kernels.fp8_gemm
         kernels.ways""",
         """ops.operands ops.differentiable ops.accumulate ops.low_rank ops.routing ops.grouped
-        ops.checks ops.fp8 ops.forward ops.backward ops.experts ops""",
+        ops.checks ops.fp8 ops.forward ops.backward ops.experts ops.glu ops""",
         "fp8",
         """recognise recognise.wrapped recognise.original recognise.parts recognise.gates
         recognise.lent recognise.four_bits recognise.quantised recognise.storage
         recognise.eligibility recognise.lending recognise.overlap
-        recognise.adapters recognise.swaps recognise.routers""",
+        recognise.adapters recognise.swaps recognise.routers recognise.mlps""",
         """models.decorated models.deepseek_v3 models.llama4 models.qwen3_moe models.step3p7
         models""",
         "ranks patcher",
@@ -163,7 +164,7 @@ THIRD_PARTY = {
 }
 MODULES = ("models", "recognise.adapters")
 """Where nn.Modules are defined."""
-FUNCTIONS = ("ops.experts", "ops.grouped", "ops.low_rank", "ops.routing")
+FUNCTIONS = ("ops.experts", "ops.glu", "ops.grouped", "ops.low_rank", "ops.routing")
 """Where autograd functions are."""
 OPS = ("ops.experts", "ops.fp8", "ops.grouped", "ops.routing")
 """Where torch.ops are registered, with `kernels.op`."""

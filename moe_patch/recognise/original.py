@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat import OLD_INIT
 from ..notices import say_unfused
 
 NAME = "moe_patch"
@@ -42,6 +43,30 @@ class Fused(_Object):
             cls.stands_for = base
             if not hasattr(cls, "functions"):
                 cls.functions = (("forward", base.forward),)
+
+
+class Recognised(Fused):
+    """A fused class that is made when a model has Hugging Face's: a pickle has that one's name."""
+
+    find: Callable[[type[nn.Module]], type[nn.Module] | None]
+    """Makes the fused class of Hugging Face's, or finds it: a function of a module."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, *state = reduced
+        return _blank, (type(self).find, self.stands_for), *state
+
+
+def _blank(find: Callable[..., Any], original: type[nn.Module]) -> nn.Module:
+    cls = find(original) or original
+    return cls.__new__(cls)
+
+
+def methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
+    """The functions that a class has besides __init__, by name; not those of its bases."""
+    own = {name: value for name, value in vars(cls).items() if isinstance(value, FunctionType)}
+    # DeepSpeed's zero.Init leaves a copy of __init__ behind
+    return {n: method for n, method in own.items() if n not in ("__init__", OLD_INIT)}
 
 
 def intact(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FunctionType, SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import reference
-from ..compat import OLD_INIT
 from ..ops.routing import select_experts
 from .eligibility import runs_fused
-from .original import Fused, intact, own_forward, replaced
+from .original import Fused, Recognised, intact, methods, own_forward, replaced
 from .swaps import SWAPS
 from .wrapped import plain_class
 
@@ -163,7 +162,7 @@ RULES = (
 )  # fmt: skip
 
 
-class FusedRouter(Fused):
+class FusedRouter(Recognised):
     """Before HF's class among the bases of a fused one: `rule` instead of its forward."""
 
     rule: Rule
@@ -174,11 +173,6 @@ class FusedRouter(Fused):
         if named or not intact(self) or not _runs(rule, self, hidden_states, *given):
             return own_forward(self, hidden_states, *given, **named)
         return rule.run(select_experts, self, hidden_states, *given)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        reduced: Any = super().__reduce_ex__(protocol)
-        _, _, *state = reduced
-        return _blank, (self.stands_for,), *state
 
 
 def _runs(rule: Rule, router: Any, hidden_states: Tensor, *given: Any) -> bool:
@@ -193,11 +187,6 @@ def _runs(rule: Rule, router: Any, hidden_states: Tensor, *given: Any) -> bool:
     return rule.flat or hidden_states.dim() == 2
 
 
-def _blank(original: type[nn.Module]) -> nn.Module:
-    cls = fused_class(original) or original
-    return cls.__new__(cls)
-
-
 _asked: dict[tuple[Any, ...], type[nn.Module] | None] = {}  # a class and its functions: the answer
 _asking = threading.RLock()
 
@@ -208,7 +197,7 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     The answer is for the functions that the class has: with others it is asked again.
     """
     with _asking:
-        functions = tuple(_methods(cls).items())
+        functions = tuple(methods(cls).items())
         if cls in SWAPS and not issubclass(SWAPS[cls], FusedRouter):
             return SWAPS[cls]
         if (cls, functions) not in _asked:
@@ -230,7 +219,7 @@ def _new_class(cls: type[nn.Module], functions: tuple[Any, ...]) -> type[nn.Modu
     rule = rule_of(cls)
     if rule is None:
         return None
-    members = {"rule": rule, "functions": functions}
+    members = {"rule": rule, "functions": functions, "find": staticmethod(fused_class)}
     members |= {"__module__": __name__, "__doc__": cls.__doc__}
     return type(cls.__name__, (FusedRouter, cls), members)
 
@@ -244,7 +233,7 @@ def rule_of(cls: type[nn.Module]) -> Rule | None:
 
 def why_not(cls: type[nn.Module]) -> str | None:
     """None where the functions of a router's class are its own, else a sentence about the first."""
-    return next((sentence for _, sentence in replaced(cls, _methods(cls))), None)
+    return next((sentence for _, sentence in replaced(cls, methods(cls))), None)
 
 
 def why_unknown(cls: type[nn.Module]) -> str | None:
@@ -252,11 +241,11 @@ def why_unknown(cls: type[nn.Module]) -> str | None:
     and of attributes that rules know, else the reason in one sentence."""
     if not cls.__module__.startswith("transformers.models."):
         return "only routers of transformers are recognised"
-    codes = [method.__code__ for method in _methods(cls).values()]
+    codes = [method.__code__ for method in methods(cls).values()]
     words = {word for code in codes for word in code.co_names}
     if "topk" not in words:
         return "it does not choose experts by topk"
-    known = set(_TORCH.split()) | set(_OWN) | _methods(cls).keys()
+    known = set(_TORCH.split()) | set(_OWN) | methods(cls).keys()
     if unknown := sorted(words - known):
         shown = len(unknown) if len(unknown) <= 4 else 3  # "and 1 more" is as long as the name
         names = ", ".join(unknown[:shown])
@@ -290,12 +279,6 @@ def is_router_class(cls: type[nn.Module]) -> bool:
 _ROUTER = re.compile(r"(Router|(?<!Forget)Gate)$")
 
 
-def _methods(cls: type[nn.Module]) -> dict[str, FunctionType]:
-    own = {name: value for name, value in vars(cls).items() if isinstance(value, FunctionType)}
-    # DeepSpeed's zero.Init leaves a copy of __init__ behind
-    return {n: method for n, method in own.items() if n not in ("__init__", OLD_INIT)}
-
-
 def _follows(cls: type[nn.Module], rule: Rule) -> bool:
     """Whether both give the same outputs, wherever HF's class gives any."""
     answered = False
@@ -304,7 +287,7 @@ def _follows(cls: type[nn.Module], rule: Rule) -> bool:
         if autocast and not rule.autocast:
             continue
         router = SimpleNamespace(**setting)
-        for name, method in _methods(cls).items():
+        for name, method in methods(cls).items():
             setattr(router, name, functools.partial(method, router))
         x, weight, bias = _draw(32, 16) / 2, _draw(16, 16), _draw(16) - 1
         weight[:, 0] = 1

@@ -285,7 +285,7 @@ def test_helper_of_the_instance(monkeypatch):
         def helper(self, x):
             return x
 
-    functions = tuple(routers._methods(Router).items())
+    functions = tuple(original.methods(Router).items())
     rule = routers.rule_of(hf_mixtral.MixtralTopKRouter)
     fused = type("Router", (routers.FusedRouter, Router), {"rule": rule, "functions": functions})
     router = mixtral().gate
@@ -425,7 +425,7 @@ def test_unpatch_takes_a_module(what):
 def test_class_that_swaps_forgot_is_unpatched(monkeypatch):
     """The original is known to the fused class itself, whichever thread made it."""
     block, cls = mixtral(), hf_mixtral.MixtralTopKRouter
-    functions = tuple(routers._methods(cls).items())
+    functions = tuple(original.methods(cls).items())
     other = routers._new_class(cls, functions)
     block.gate.__class__ = other
     assert other not in moe_patch.models.SWAPS.values()

@@ -21,6 +21,7 @@ from ops import assert_close, gradients, in_4_bits, in_double, in_fp8, moe, quan
 from moe_patch import fp8, reference
 from moe_patch.activation import Activation
 from moe_patch.formats.packed import FORMATS
+from moe_patch.kernels import glu
 from moe_patch.ops import expert_order, fused_experts, grouped_gemm
 from moe_patch.ops.routing import select_experts
 
@@ -195,6 +196,16 @@ def fp8_groups(n, k, sizes) -> None:
         assert_close(found[group, :held], truth[group, :held], torch.bfloat16)
 
 
+def gates(rows, columns, dtype) -> None:
+    gate, up = (torch.randn(rows, columns, device=DEVICE, dtype=dtype) for _ in range(2))
+    out, d_out = glu.forward(gate, up, "silu"), torch.randn_like(gate)
+    exact = [x.double().requires_grad_() for x in (gate, up)]
+    true = torch.nn.functional.silu(exact[0]) * exact[1]
+    grads = torch.autograd.grad(true, exact, d_out.double())
+    for mine, other in zip((out, *glu.backward(d_out, gate, up, "silu")), (true, *grads)):
+        assert_close(mine, other, dtype)
+
+
 def few_tokens(size) -> None:
     one_token(moe(DEVICE, torch.bfloat16, *size, routing="sentinel", grad=False))
 
@@ -233,6 +244,8 @@ def cases() -> Iterator[Callable[[], None]]:
         yield partial(fp8_groups, n, k, sizes)
     for size in ((1, 128, 64, 8, 2), (2, 97, 41, 64, 8)):
         yield partial(few_tokens, size)
+    for rows, columns in ((300, 136), (1, 8), (64, 2048)):
+        yield partial(gates, rows, columns, torch.bfloat16)
 
 
 def main(part: str = "1/1", only: str = "") -> None:
