@@ -89,7 +89,9 @@ def test_adapters_that_are_not_on_projections_are_a_line():
 def test_the_dictionary_is_json(made):
     report = moe_patch.patch(made())
     found = json.loads(json.dumps(report.to_dict()))
-    assert found.keys() == {"fused", "routers", "adapters", "skipped", "left", "notes"}
+    assert found.keys() == {
+        "fused", "routers", "adapters", "shared_experts", "skipped", "left", "notes",
+    }  # fmt: skip
     assert [block["name"] for block in found["fused"]] == report.fused
     assert [left["reason"] for left in found["left"]] == [left.reason for left in report.left]
 
@@ -100,6 +102,7 @@ def test_the_dictionary_of_skipped_blocks():
         "fused": [{"name": "", "class": "Bar"}],
         "routers": [],
         "adapters": [],
+        "shared_experts": [],
         "skipped": [{"name": "a", "class": "Foo", "reason": "it is odd"}],
         "left": [],
         "notes": [],
