@@ -229,18 +229,17 @@ def _consume(
         rows = first + gl.arange(0, 64, gl.SliceLayout(1, by))
         slot = gl.load(row_to_slot + rows, mask=rows < end, other=0)
         scale = gl.expand_dims(gl.load(tensors.slot_weight + slot).to(gl.float32), 1)
-        read = gl.where(first < end, STEPS, 0)
         if first < end:
             fence_async_shared()
             _bring_pre(tensors, staged, first, n0)
-        acc = multiply(ring, step, read, part, PLAN)
-        pass_over(ring, step, STEPS - read, PLAN)
-        step += STEPS
-        if first < end:
+            acc = multiply(ring, step, STEPS, part, PLAN)
             total = _epilogue(acc, scale, tensors, staged, first, end, n0, PLAN, GATE)
             if PLAN.need_scale:
                 to = tensors.d_scale + rows.to(gl.int64) * NUM_N + column
                 gl.store(to, total, mask=rows < end)
+        else:
+            pass_over(ring, step, STEPS, PLAN)
+        step += STEPS
         turn += 1
         _, first, end, column = told(turns, turn)
 
