@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf_deepseek
 
 import moe_patch
 from moe_patch.ops.experts import fused_experts
-from moe_patch.recognise import original
+from moe_patch.recognise import original, overlap
 
 pytestmark = [
     pytest.mark.gpu,
@@ -186,6 +186,13 @@ def test_a_graph_is_captured_while_another_thread_runs(family, device):
         assert all(map(torch.equal, result, expected[0]))
     for one in results:
         assert all(map(torch.equal, one, expected[1]))
+
+
+def test_a_second_stream_is_nobody_else_s(device):
+    """torch has 32 streams of a priority, and gives them out in turn."""
+    others = [torch.cuda.Stream() for _ in range(64)]
+    second = overlap._beside(others[0])
+    assert second.cuda_stream not in {stream.cuda_stream for stream in others}
 
 
 def test_a_kernel_may_be_the_first_thing_in_a_thread(device):

@@ -44,5 +44,6 @@ def overlaps(hidden_states: Tensor) -> bool:
 @functools.cache
 def _beside(main: torch.cuda.Stream) -> torch.cuda.Stream:
     """The second stream of a first one: threads on streams of their own share none, so that one
-    that captures a graph does not capture another's work."""
-    return torch.cuda.Stream(main.device)
+    that captures a graph does not capture another's work. torch gives out its 32 streams of a
+    priority again and again, so this one has a priority that others do not ask for."""
+    return torch.cuda.Stream(main.device, priority=-1)
