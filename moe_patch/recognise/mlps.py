@@ -54,7 +54,7 @@ def with_mlps(model: nn.Module) -> None:
             SWAPS[cls] = fused
 
 
-def fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
+def fused_class(cls: Any) -> type[nn.Module] | None:
     """The class's fused subclass; None when it computes something else, or was changed."""
     with _asking:
         return _new_class(cls, cls.forward) if cls.__module__.startswith(_HOME) else None
@@ -65,7 +65,7 @@ def _new_class(cls: type[nn.Module], forward: Any) -> type[nn.Module] | None:
     act = _act_of(cls, forward)
     if act is None:
         return None
-    members = {"act": act, "functions": (("forward", forward),)}
+    members: dict[str, Any] = {"act": act, "functions": (("forward", forward),)}
     members |= {"find": staticmethod(fused_class), "__module__": __name__, "__doc__": cls.__doc__}
     return type(cls.__name__, (FusedMLP, cls), members)
 
