@@ -166,7 +166,7 @@ MODULES = ("models", "recognise.adapters")
 """Where nn.Modules are defined."""
 FUNCTIONS = ("ops.experts", "ops.glu", "ops.grouped", "ops.low_rank", "ops.routing")
 """Where autograd functions are."""
-OPS = ("ops.experts", "ops.fp8", "ops.grouped", "ops.routing")
+OPS = ("ops.experts", "ops.fp8", "ops.glu", "ops.grouped", "ops.routing")
 """Where torch.ops are registered, with `kernels.op`."""
 HOT = ("fp8", "formats", "kernels", "models", "notices", "ops", "recognise", "switch")
 SYNCHRONISES = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "masked_select"}

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import on_device
+from ..kernels import on_device, op
 from . import differentiable
 from .grouped import DTYPES
 
@@ -19,6 +19,13 @@ _SILU = "silu"
 
 def _plain(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+@op(lambda d_out, gate, up: (torch.empty_like(gate), torch.empty_like(up)))
+def _silu_mul_backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """(d_gate, d_up)."""
+    with on_device(d_out.device):
+        return kernels.glu.backward(d_out.contiguous(), gate, up, _SILU)
 
 
 class _SiluMul(torch.autograd.Function):
@@ -33,8 +40,7 @@ class _SiluMul(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         if differentiable.wanted(d_out):
             return (*differentiable.gradients(_plain, (gate, up), ctx.needs_input_grad, d_out),)
-        with on_device(d_out.device):
-            found = kernels.glu.backward(d_out.contiguous(), gate, up, _SILU)
+        found = _silu_mul_backward(d_out, gate, up)
         return tuple(d if needed else None for d, needed in zip(found, ctx.needs_input_grad))
 
 

@@ -173,3 +173,15 @@ def test_compiled_it_is_pytorch_s(device, starts):
     compiled = torch.compile(silu_mul, backend="eager", fullgraph=True)
     assert torch.equal(compiled(gate, up), F.silu(gate) * up)
     assert not starts
+
+
+def test_its_backward_may_be_compiled(device, starts):
+    """Compiled autograd traces the backward of a forward that was not compiled."""
+    gate, up = drawn(device, 4, 8)
+    out = silu_mul(gate, up)
+    assert starts == ["forward"]
+    compiled = torch.compile(backend="eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(compiled):
+        out.sum().backward()
+    for ours, true in zip((gate.grad, up.grad), truth(gate, up, torch.ones_like(gate))[1:]):
+        assert_close(ours, true, torch.float32)
