@@ -1,8 +1,8 @@
-"""act(gate) * up of two tensors, and its gradients, for MLPs that are no experts."""
+"""silu(gate) * up of two tensors, and its gradients, for MLPs that are no experts."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import chips
 from .activate import gate_of, glu
-from .launch import Launch
+from .launch import Launch, launches
 
 BLOCK = 2048
 VECTOR = 8
@@ -50,27 +50,27 @@ def glu_backward_kernel(
     tl.store(d_up + at, (d * by_up).to(d_up.dtype.element_ty), mask=mask)
 
 
-@functools.lru_cache(64)
-def _launch(backward: bool, activation: str, ptx: bool) -> Launch:
-    kernel = glu_backward_kernel if backward else glu_kernel
-    gate = gate_of(activation, ptx)
-    return Launch(kernel, GATE=gate, BLOCK=BLOCK, VECTOR=VECTOR, num_warps=4)
+_forward, _backward = launches(glu_kernel), launches(glu_backward_kernel)
 
 
-def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up, computed in float32. Both are contiguous, of one shape and dtype, and of a
+def _start(prepare: Callable[..., Launch], *tensors: Tensor) -> None:
+    """Starts a kernel on tensors of one size, if they have elements."""
+    size, silu = tensors[0].numel(), gate_of("silu", chips.chip(tensors[0].device).ptx)
+    if size:
+        start = prepare(GATE=silu, BLOCK=BLOCK, VECTOR=VECTOR, num_warps=4)
+        start((triton.cdiv(size, BLOCK),), *tensors, size // VECTOR)
+
+
+def forward(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, computed in float32. Both are contiguous, of one shape and dtype, and of a
     multiple of VECTOR elements."""
     out = torch.empty_like(gate)
-    if size := gate.numel():
-        start = _launch(False, activation, chips.chip(gate.device).ptx)
-        start((triton.cdiv(size, BLOCK),), gate, up, out, size // VECTOR)
+    _start(_forward, gate, up, out)
     return out
 
 
-def backward(d_out: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(d_gate, d_up) of d_out, which is contiguous, too."""
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-    if size := gate.numel():
-        start = _launch(True, activation, chips.chip(gate.device).ptx)
-        start((triton.cdiv(size, BLOCK),), d_out, gate, up, d_gate, d_up, size // VECTOR)
+    _start(_backward, d_out, gate, up, d_gate, d_up)
     return d_gate, d_up

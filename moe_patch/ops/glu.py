@@ -14,7 +14,6 @@ from .grouped import DTYPES
 SMALLEST = 1 << 22
 """Elements from which on the kernel has gradients, too: below, an autograd.Function of Python costs
 the host more than it spares the card (0.1 ms on a slow one)."""
-_SILU = "silu"
 
 
 def _plain(gate: Tensor, up: Tensor) -> Tensor:
@@ -25,7 +24,7 @@ def _plain(gate: Tensor, up: Tensor) -> Tensor:
 def _silu_mul_backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(d_gate, d_up)."""
     with on_device(d_out.device):
-        return kernels.glu.backward(d_out.contiguous(), gate, up, _SILU)
+        return kernels.glu.backward(d_out.contiguous(), gate, up)
 
 
 class _SiluMul(torch.autograd.Function):
@@ -33,7 +32,7 @@ class _SiluMul(torch.autograd.Function):
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
         with on_device(gate.device):
-            return kernels.glu.forward(gate, up, _SILU)
+            return kernels.glu.forward(gate, up)
 
     @staticmethod
     def backward(ctx, d_out):
@@ -52,12 +51,12 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     what the kernel cannot take are PyTorch's.
     """
     differentiated = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    if not _by_kernel(gate, up) or differentiated and gate.numel() < SMALLEST:
+    if differentiated and gate.numel() < SMALLEST or not _by_kernel(gate, up):
         return _plain(gate, up)
     if differentiated:
         return _SiluMul.apply(gate, up)
     with on_device(gate.device):
-        return kernels.glu.forward(gate, up, _SILU)
+        return kernels.glu.forward(gate, up)
 
 
 def _by_kernel(gate: Tensor, up: Tensor) -> bool:
