@@ -25,11 +25,9 @@ from .models.decorated import (
     restore_default,
     why_not_ours,
 )
-from .recognise import gates, lending, routers
+from .recognise import gates, lending, mlps, routers
 from .recognise.eligibility import dispatches, is_decorated, why_by_parts, why_not_fused
-from .recognise.mlps import FusedMLP, with_mlps
 from .recognise.original import Fused, describe, fused_within, replaced, why_replaced
-from .recognise.routers import with_routers
 from .recognise.storage import PLAIN, storage_of
 from .recognise.swaps import with_adapters
 from .recognise.wrapped import plain_class, replaced_forward, rewrapped, set_class
@@ -134,8 +132,7 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
     }  # fmt: skip
     with _patching:
         with_adapters()
-        with_routers(model)
-        with_mlps(model)
+        _recognise(model)
         versions.say_untested()
         compat.say_lost(compat.loaded())
         for block in find_blocks(model):
@@ -165,6 +162,14 @@ def patch(model: nn.Module, *, strict: bool = True) -> PatchReport:
     if changed or not report.fused:
         ranks.agree(model.parameters(), blocks=len(report.fused), MOE_PATCH=int(ENABLED))
     return report
+
+
+def _recognise(model: nn.Module) -> None:
+    """Adds the swaps of routers and shared experts: which these are is asked, not listed."""
+    for cls in {plain_class(module) for module in model.modules()}:
+        if not issubclass(cls, Fused):
+            routers.fused_class(cls)
+            mlps.fused_class(cls)
 
 
 def _notes(model: nn.Module, report: PatchReport) -> Iterator[str]:
@@ -344,7 +349,7 @@ def _why_left_out(module: nn.Module) -> str | None:
 def _part(name: str, module: Any) -> tuple[str, str | None] | None:
     """(kind, why it is not fused) of a router, a gate, shared experts or adapters in a fused
     block."""
-    if issubclass(_fused_class(module) or object, FusedMLP):
+    if issubclass(_fused_class(module) or object, mlps.FusedMLP):
         return "shared experts", None
     if routers.is_router(name, module):
         if plain_class(module) is nn.Linear:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import chips
 from .activate import gate_of, glu
-from .launch import Launch, launches
+from .launch import Launch, cdiv, launches
 
 BLOCK = 2048
 VECTOR = 8
@@ -58,7 +58,7 @@ def _start(prepare: Callable[..., Launch], *tensors: Tensor) -> None:
     size, silu = tensors[0].numel(), gate_of("silu", chips.chip(tensors[0].device).ptx)
     if size:
         start = prepare(GATE=silu, BLOCK=BLOCK, VECTOR=VECTOR, num_warps=4)
-        start((triton.cdiv(size, BLOCK),), *tensors, size // VECTOR)
+        start((cdiv(size, BLOCK),), *tensors, size // VECTOR)
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:

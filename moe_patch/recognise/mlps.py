@@ -21,7 +21,6 @@ from ..ops.glu import silu_mul
 from .gates import is_silu
 from .original import Recognised, intact, methods, own_forward, replaced
 from .swaps import SWAPS
-from .wrapped import plain_class
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _ACTS = {"act_fn", "activation_fn"}
@@ -31,7 +30,7 @@ _asking = threading.RLock()
 
 
 class FusedMLP(Recognised):
-    """Before HF's class among the bases of a fused one."""
+    """First among the bases of a fused class, HF's is the last."""
 
     act: str
     """The name under which it keeps its activation."""
@@ -47,17 +46,16 @@ class FusedMLP(Recognised):
         return self.down_proj(silu_mul(gate, up))
 
 
-def with_mlps(model: nn.Module) -> None:
-    """Adds the swaps of the gated MLPs in a model: which classes those are is asked, not listed."""
-    for cls in {plain_class(module) for module in model.modules()}:
-        if (fused := fused_class(cls)) is not None:
-            SWAPS[cls] = fused
-
-
 def fused_class(cls: Any) -> type[nn.Module] | None:
-    """The class's fused subclass; None when it computes something else, or was changed."""
+    """The class's fused subclass, known to SWAPS from then on; None when it computes something
+    else, or was changed."""
+    if not cls.__module__.startswith(_HOME):
+        return None
     with _asking:
-        return _new_class(cls, cls.forward) if cls.__module__.startswith(_HOME) else None
+        fused = _new_class(cls, cls.forward)
+        if fused is not None:
+            SWAPS[cls] = fused
+        return fused
 
 
 @functools.cache

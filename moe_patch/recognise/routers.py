@@ -208,13 +208,6 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
         return fused
 
 
-def with_routers(model: nn.Module) -> None:
-    """Adds the swaps of the routers in a model: which classes those are is asked, not listed."""
-    for cls in {plain_class(module) for module in model.modules()}:
-        if not issubclass(cls, Fused):
-            fused_class(cls)
-
-
 def _new_class(cls: type[nn.Module], functions: tuple[Any, ...]) -> type[nn.Module] | None:
     rule = rule_of(cls)
     if rule is None:

@@ -64,7 +64,7 @@ def test_kernels_are_like_float64(device, dtype, rows, eighths, seed):
 
 
 def test_large_and_infinite_gates(device, starts):
-    """What PyTorch gives where the exponential overflows, and NaN stays NaN."""
+    """PyTorch's results where the exponential overflows, and NaN stays NaN."""
     at = [-torch.inf, -200.0, -90.0, -87.0, 88.0, 200.0, torch.inf, torch.nan]
     gate = torch.tensor(at, device=device).requires_grad_()
     up = torch.ones(8, device=device).requires_grad_()

@@ -71,7 +71,7 @@ def block(request, device):
 
 
 def run(block, hidden):
-    """Its output, and the gradients of the sum of squares."""
+    """(output, gradients of its sum of squares) of a block."""
     x = torch.randn(1, 6, hidden, device=next(block.parameters()).device, requires_grad=True)
     out = block(x)
     out = out[0] if isinstance(out, tuple) else out
@@ -196,7 +196,7 @@ def test_classes_that_compute_something_else(forward):
     assert mlps._computes(_right, "act_fn")
 
 
-def test_only_transformers_classes_of_one_function(monkeypatch):
+def test_only_transformers_classes_of_one_function():
     class Own(nn.Module):
         forward = _right
 
@@ -211,7 +211,7 @@ def test_only_transformers_classes_of_one_function(monkeypatch):
 
 
 def test_most_families_with_shared_experts():
-    """Each class is asked; this says that the answer is yes for those that share a text."""
+    """Classes that share a text are fused; which those are, nobody lists."""
     from transformers.models.glm4_moe import modeling_glm4_moe as glm
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
