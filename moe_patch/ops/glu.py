@@ -39,8 +39,7 @@ class _SiluMul(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         if differentiable.wanted(d_out):
             return (*differentiable.gradients(_plain, (gate, up), ctx.needs_input_grad, d_out),)
-        found = _silu_mul_backward(d_out, gate, up)
-        return tuple(d if needed else None for d, needed in zip(found, ctx.needs_input_grad))
+        return _silu_mul_backward(d_out, gate, up)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

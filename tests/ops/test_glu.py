@@ -142,6 +142,8 @@ def test_what_the_kernel_does_not_take(device, starts):
     gate, up = (x.detach() for x in drawn(device, 4, 8))
     for a, b in (
         (gate.T, up.T),
+        (gate.T, up.view(8, 4)),
+        (gate.view(8, 4), up.T),
         (gate[:, :7].contiguous(), up[:, :7].contiguous()),
         (gate, up[:1]),
         (gate, up.to(torch.bfloat16)),

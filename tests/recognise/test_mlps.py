@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from types import FunctionType
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers.models.step3p7 import modeling_step3p7 as hf_step3p7
 
 import moe_patch
 from moe_patch.ops import glu
-from moe_patch.recognise import mlps, original
+from moe_patch.recognise import mlps
 
 
 @pytest.fixture
@@ -190,10 +191,24 @@ def _right(self, x):
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.mark.parametrize("forward", [_swapped, _summed, _twice])
+def _bare(self, x):
+    return self.down_proj(self.gate_proj(x) * self.up_proj(x))
+
+
+def _wider(self, x, more=None):
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def written(function, **more):
+    """A class in transformers' module of Qwen2-MoE with that forward, as if written there."""
+    forward = FunctionType(function.__code__, vars(hf_qwen2), argdefs=function.__defaults__)
+    return type("MLP", (nn.Module,), {"forward": forward, "__module__": hf_qwen2.__name__, **more})
+
+
+@pytest.mark.parametrize("forward", [_swapped, _summed, _twice, _bare, _wider])
 def test_classes_that_compute_something_else(forward):
-    assert not mlps._computes(forward, "act_fn")
-    assert mlps._computes(_right, "act_fn")
+    assert mlps.fused_class(written(forward)) is None
+    assert mlps.fused_class(written(_right)) is not None
 
 
 def test_only_transformers_classes_of_one_function():
@@ -205,9 +220,28 @@ def test_only_transformers_classes_of_one_function():
     assert mlps.fused_class(hf_qwen2.Qwen2MoeMLP) is not None
     assert mlps.fused_class(hf_step3p7.Step3p7MLP) is None  # it clamps
     assert mlps.fused_class(hf_llama4.Llama4VisionMLP) is None
-    helped = type("Helped", (hf_qwen2.Qwen2MoeMLP,), {"__module__": hf_qwen2.__name__})
-    assert original.methods(helped) == {}
-    assert mlps.fused_class(helped) is None  # derived: what it changes is not looked into
+    derived = type("Derived", (hf_qwen2.Qwen2MoeMLP,), {"__module__": hf_qwen2.__name__})
+    assert mlps.fused_class(derived) is None  # what it changes is not looked into
+    assert mlps.fused_class(written(_right, helper=hf_qwen2.Qwen2MoeMLP.forward)) is None
+
+
+def test_a_forward_of_the_same_text_from_elsewhere(gates, monkeypatch):
+    """Liger puts such ones on classes: they run, and nothing is said before they are in the way."""
+    monkeypatch.setattr(hf_qwen2.Qwen2MoeMLP, "forward", _right)
+    block = qwen2()
+    assert mlps.fused_class(hf_qwen2.Qwen2MoeMLP) is None
+    monkeypatch.delitem(mlps.SWAPS, hf_qwen2.Qwen2MoeMLP, raising=False)
+    report = moe_patch.patch(block)
+    assert not report.shared_experts and not report.skipped
+    block(torch.randn(1, 3, 32))
+    assert not gates
+
+
+def test_an_argument_too_many_is_hugging_face_s_error():
+    block = qwen2()
+    moe_patch.patch(block)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+        block.shared_expert(torch.randn(3, 32), y=1)
 
 
 def test_most_families_with_shared_experts():
