@@ -55,6 +55,19 @@ class Rows:
             self.experts = 12
         if draw.random() < 0.4:
             self.index[torch.rand(size) < 0.2] = self.experts
+        self._sort(listed)
+
+    @classmethod
+    def of(cls, counts: list[int], listed: int) -> Rows:
+        """As many rows as are counted for each expert, in tokens of one choice."""
+        rows = cls.__new__(cls)
+        rows.experts, rows.top_k, rows.tokens = len(counts), 1, sum(counts)
+        index = torch.arange(rows.experts).repeat_interleave(torch.tensor(counts))
+        rows.index = index[torch.randperm(rows.tokens)][:, None]
+        rows._sort(listed)
+        return rows
+
+    def _sort(self, listed: int) -> None:
         self.order, _ = sort(self.index, self.experts, DTYPE, listed)
         self.used = int(self.order.expert_offsets[-1])
         self.slot = self.order.row_to_slot[: self.used].long()
@@ -108,11 +121,11 @@ def close(found, truth):
     )
 
 
-def gemm(seed, stages=None):
-    """(out, truth, the rows)."""
+def gemm(seed, stages=None, counts=None):
+    """(out, truth, the rows), of drawn rows or so many of each expert."""
     draw = random.Random(seed)
     listed = draw.choice((64, 128))
-    rows = Rows(draw, listed)
+    rows = Rows.of(counts, listed) if counts else Rows(draw, listed)
     n, k = 8 * draw.randint(32, 80), 64 * draw.choice((4, 5, 6, 35))
     x, weight = torch.randn(rows.slots, k).to(DTYPE), drawn_weight(draw, rows.experts, n, k)
     weight, scale, wide = drawn_bytes(draw, weight)
@@ -129,6 +142,16 @@ def gemm(seed, stages=None):
 def test_gemm(seed):
     out, truth, rows = gemm(seed)
     assert close(out[: rows.used], truth) and bool((out[rows.used :] == 7).all())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_gemm_turns_tiles_of_65_to_96_rows(seed, monkeypatch):
+    """Few programs, so that each has tiles of both kinds, after each other."""
+    draw = random.Random(seed)
+    counts = draw.sample((64, 65, 96, 97, 128, draw.randint(66, 95), 128 + draw.randint(65, 96)), 5)
+    monkeypatch.setattr(chips, "multiprocessors", lambda device: 2)
+    out, truth, _ = gemm(seed, counts=counts)
+    assert close(out, truth)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 BK = gl.constexpr(64)
+TURNED = gl.constexpr(96)
+"""Rows that `multiply_turned` multiplies."""
 PRODUCERS = gl.constexpr(128)
 """Threads of the producer: each says when what it copied has arrived."""
 
@@ -176,19 +178,42 @@ def _begin(ring, step, part, acc, ADD: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _begin_turned(ring, step, sums, HALF: gl.constexpr, PLAN: gl.constexpr):
+    """As `_begin`, of half of the weight's columns and TURNED rows; `sums` are two."""
+    stage = wait_full(ring, step, PLAN)
+    right = ring.right.index(stage)
+    N: gl.constexpr = PLAN.bn // 2
+    if PLAN.right_turned:
+        columns = right.slice(HALF * N, N, dim=0)
+    else:
+        columns = right.slice(HALF * N, N, dim=1).permute((1, 0))
+    upper = ring.left.index(PLAN.parts * stage).permute((1, 0))
+    lower = ring.left.index(PLAN.parts * stage + 1).slice(0, TURNED - 64, dim=0).permute((1, 0))
+    return (
+        warpgroup_mma(columns, upper, sums[0], use_acc=True, is_async=True),
+        warpgroup_mma(columns, lower, sums[1], use_acc=True, is_async=True),
+    )
+
+
+@gluon.jit
 def _release(ring, step, PLAN: gl.constexpr, pred=True):
     """Says that a step's stage has been read."""
     mbarrier.arrive(ring.empty.index(step % PLAN.stages), count=1, pred=pred)
 
 
 @gluon.jit
+def _zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr):
+    """Zeros, as sums lie in a warpgroup's registers, of instructions WIDTH columns wide."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    return gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+
+
+@gluon.jit
 def sums_of(PLAN: gl.constexpr):
     """Zeros [bm / parts, bn], as sums lie in a warpgroup's registers."""
-    BN: gl.constexpr = PLAN.bn
     # four warpgroups begin with 128 registers each, too few for an instruction with 256 columns
-    WIDTH: gl.constexpr = 128 if is_widened(PLAN) else BN
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    return gl.zeros([PLAN.bm // PLAN.parts, BN], gl.float32, layout)
+    WIDTH: gl.constexpr = 128 if is_widened(PLAN) else PLAN.bn
+    return _zeros(PLAN.bm // PLAN.parts, PLAN.bn, WIDTH)
 
 
 @gluon.jit
@@ -211,6 +236,31 @@ def multiply_beside(
         if j >= steps:
             DO(beside, j)
     return acc
+
+
+@gluon.jit
+def multiply_turned(
+    ring, step, steps, HALF: gl.constexpr, beside, DO: gl.constexpr, TIMES: gl.constexpr,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """As `multiply_beside`, of a tile's first 96 rows of 128, in two parts, and half of its
+    columns: sums [bn / 2, 64] of the upper part, and [bn / 2, 32] of the lower. Tensor cores take
+    64 rows at a time, but 8 columns: so the weight's columns are their rows."""
+    N: gl.constexpr = PLAN.bn // 2
+    upper, lower = _zeros(N, 64, 64), _zeros(N, TURNED - 64, TURNED - 64)
+    for i in range(steps):
+        upper, lower = _begin_turned(ring, step + i, (upper, lower), HALF, PLAN)
+        for j in gl.static_range(TIMES):
+            if i == j:
+                DO(beside, j)
+        upper, lower = warpgroup_mma_wait(2, deps=[upper, lower])
+        _release(ring, step + i - 1, PLAN, i > 0)
+    upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
+    _release(ring, step + steps - 1, PLAN, steps > 0)
+    for j in gl.static_range(TIMES):
+        if j >= steps:
+            DO(beside, j)
+    return upper, lower
 
 
 @gluon.jit

@@ -105,10 +105,11 @@ def quarter_at(row, column, quarter, down):
 @gluon.jit
 def store_box(sums, box, staged, row, end, column, PART: gl.constexpr, WAY: gl.constexpr):
     """Writes sums [64, 64] to rows `row` ... up to row `end`, by way of one of PART's two boxes in
-    `staged`, which take turns. It may be on its way when this returns."""
+    `staged`, which take turns. It may be on its way when this returns. Of fewer sums, `end` is at
+    most the row after them."""
     tma.store_wait(1)
     by_way = staged.index(2 * PART + WAY)
-    by_way.store(sums.to(staged.dtype))
+    by_way.slice(0, sums.shape[0], dim=0).store(sums.to(staged.dtype))
     fence_async_shared()
     store_rows(box, row, end, column, by_way)
 
