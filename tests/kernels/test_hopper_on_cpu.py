@@ -121,12 +121,20 @@ def close(found, truth):
     )
 
 
-def gemm(seed, stages=None, counts=None):
-    """(out, truth, the rows), of drawn rows or so many of each expert."""
-    draw = random.Random(seed)
+def drawn_rows(draw, turned=False):
+    """(rows, how high listed tiles are); `turned`: most tiles have 65 to 96 rows."""
     listed = draw.choice((64, 128))
-    rows = Rows.of(counts, listed) if counts else Rows(draw, listed)
-    n, k = 8 * draw.randint(32, 80), 64 * draw.choice((4, 5, 6, 35))
+    if not turned:
+        return Rows(draw, listed), listed
+    counts = 64, 65, 96, 97, 128, draw.randint(66, 95), 128 + draw.randint(65, 96)
+    return Rows.of(draw.sample(counts, 5), listed), listed
+
+
+def gemm(seed, stages=None, turned=False):
+    """(out, truth, the rows)."""
+    draw = random.Random(seed)
+    rows, listed = drawn_rows(draw, turned)
+    n, k = 8 * draw.randint(32, 80), 64 * draw.choice((35,) if turned else (4, 5, 6, 35))
     x, weight = torch.randn(rows.slots, k).to(DTYPE), drawn_weight(draw, rows.experts, n, k)
     weight, scale, wide = drawn_bytes(draw, weight)
     out = torch.full((rows.slots, n), 7.0, dtype=DTYPE)
@@ -138,20 +146,11 @@ def gemm(seed, stages=None, counts=None):
     return out, updated(rows, x[: rows.used], wide, update), rows
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_gemm(seed):
-    out, truth, rows = gemm(seed)
+def test_gemm(seed, turned):
+    out, truth, rows = gemm(seed, turned=turned)
     assert close(out[: rows.used], truth) and bool((out[rows.used :] == 7).all())
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_gemm_turns_tiles_of_65_to_96_rows(seed, monkeypatch):
-    """Few programs, so that each has tiles of both kinds, after each other."""
-    draw = random.Random(seed)
-    counts = draw.sample((64, 65, 96, 97, 128, draw.randint(66, 95), 128 + draw.randint(65, 96)), 5)
-    monkeypatch.setattr(chips, "multiprocessors", lambda device: 2)
-    out, truth, _ = gemm(seed, counts=counts)
-    assert close(out, truth)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -190,8 +189,7 @@ def test_fp8_weights_that_are_not_widened_on_their_way_are_left():
 @pytest.mark.parametrize("seed", range(12))
 def test_gate_up(seed):
     draw = random.Random(100 + seed)
-    listed = draw.choice((64, 128))
-    rows = Rows(draw, listed)
+    rows, listed = drawn_rows(draw)
     inner, k = 8 * draw.randint(16, 40), 64 * draw.choice((4, 5, 6, 35))
     x = torch.randn(rows.tokens, k).to(DTYPE)
     inner = draw.choice((inner, 128 * draw.randint(1, 2)))

@@ -1,8 +1,8 @@
 """grouped_gemm for Hopper: rows in expert order, as they lie, and weights of their dtype.
 
 A tile is 128 rows of one expert by 256 columns. One warpgroup loads it through TMA, two multiply 64
-rows each. Where all 64 are past the tile's end, they are neither loaded nor multiplied; of a tile
-of 65 to 96 rows 96 are multiplied, and each has half of the columns. As many
+rows each. Where all 64 are past the tile's end, they are neither loaded nor multiplied. Over a long
+reduction tiles of 65 to 96 rows count as 96, and each warpgroup has half of the columns. As many
 programs as the chip has multiprocessors share the tiles: whoever is free takes the next, so that
 the tiles at work lie close together and their operands in the L2 cache.
 """
@@ -32,13 +32,12 @@ from .rows import load_rows
 from .stores import (
     Waiting,
     Writer,
-    in_halves,
     rounded,
     staged_for,
-    store_box,
+    store_turned,
     write_quarter,
 )
-from .turns import tiles_of, told, turns_of
+from .turns import is_long, tiles_of, told, turns_of
 from .update import Update, bring_update
 
 
@@ -86,17 +85,9 @@ def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _write_turned(sums, out, staged, first, end, n, ME: gl.constexpr):
-    """Writes what `multiply_turned` returned to rows from `first` on, columns from `n` on."""
-    for part in gl.static_range(2):
-        left, right = in_halves(sums[part].permute((1, 0)))  # of the columns
-        store_box(left, out, staged, first + 64 * part, end, n, ME, 0)
-        store_box(right, out, staged, first + 64 * part, end, n + 64, ME, 1)
-
-
-@gluon.jit
 def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
     STEPS: gl.constexpr = steps_of(PLAN)
+    LONG: gl.constexpr = is_long(PLAN.k)
     step, turn = 0, 0
     _, first, end, column = told(turns, 0)
     waiting = Waiting(rounded(sums_of(PLAN), out.dtype), first, end * 0, column)
@@ -104,9 +95,11 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
         part = (turn + ME) % PLAN.parts  # of short tiles each warpgroup gets its share
         n, rows = column * PLAN.bn, end - first
         writer = Writer(out, staged, waiting, ME, 0)
-        if (rows > 64) & (rows <= TURNED):  # both warpgroups have all rows, and half of the columns
-            sums = multiply_turned(ring, step, STEPS, ME, writer, write_quarter, 4, PLAN)
-            _write_turned(sums, out, staged, first, end, n + ME * (PLAN.bn // 2), ME)
+        if LONG and (rows > 64) & (rows <= TURNED):  # each has all rows and half of the columns
+            left, right = multiply_turned(ring, step, STEPS, ME, writer, write_quarter, 4, PLAN)
+            half = n + ME * (PLAN.bn // 2)
+            store_turned(left, out, staged, first, end, half, ME)
+            store_turned(right, out, staged, first, end, half + 64, ME)
             waiting = Waiting(waiting.quarters, first, end * 0, n)
         elif rows > 64 * part:
             acc = multiply_beside(ring, step, STEPS, part, writer, write_quarter, 4, PLAN)

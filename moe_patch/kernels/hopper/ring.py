@@ -178,20 +178,28 @@ def _begin(ring, step, part, acc, ADD: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _columns(right, N: gl.constexpr, PLAN: gl.constexpr):
+    """64 of the columns of a stage's right operand, from N on, as rows."""
+    if PLAN.right_turned:
+        return right.slice(N, 64, dim=0)
+    else:
+        return right.slice(N, 64, dim=1).permute((1, 0))
+
+
+@gluon.jit
 def _begin_turned(ring, step, sums, HALF: gl.constexpr, PLAN: gl.constexpr):
-    """As `_begin`, of half of the weight's columns and TURNED rows; `sums` are two."""
+    """As `_begin`, to `sums` of `multiply_turned`."""
     stage = wait_full(ring, step, PLAN)
     right = ring.right.index(stage)
-    N: gl.constexpr = PLAN.bn // 2
-    if PLAN.right_turned:
-        columns = right.slice(HALF * N, N, dim=0)
-    else:
-        columns = right.slice(HALF * N, N, dim=1).permute((1, 0))
+    N: gl.constexpr = HALF * (PLAN.bn // 2)
+    one, two = _columns(right, N, PLAN), _columns(right, N + 64, PLAN)
     upper = ring.left.index(PLAN.parts * stage).permute((1, 0))
     lower = ring.left.index(PLAN.parts * stage + 1).slice(0, TURNED - 64, dim=0).permute((1, 0))
     return (
-        warpgroup_mma(columns, upper, sums[0], use_acc=True, is_async=True),
-        warpgroup_mma(columns, lower, sums[1], use_acc=True, is_async=True),
+        warpgroup_mma(one, upper, sums[0], use_acc=True, is_async=True),
+        warpgroup_mma(one, lower, sums[1], use_acc=True, is_async=True),
+        warpgroup_mma(two, upper, sums[2], use_acc=True, is_async=True),
+        warpgroup_mma(two, lower, sums[3], use_acc=True, is_async=True),
     )
 
 
@@ -243,24 +251,26 @@ def multiply_turned(
     ring, step, steps, HALF: gl.constexpr, beside, DO: gl.constexpr, TIMES: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """As `multiply_beside`, of a tile's first 96 rows of 128, in two parts, and half of its
-    columns: sums [bn / 2, 64] of the upper part, and [bn / 2, 32] of the lower. Tensor cores take
-    64 rows at a time, but 8 columns: so the weight's columns are their rows."""
-    N: gl.constexpr = PLAN.bn // 2
-    upper, lower = _zeros(N, 64, 64), _zeros(N, TURNED - 64, TURNED - 64)
+    """As `multiply_beside`, of a tile's first 96 rows of 128, in two parts, and half of its 256
+    columns. Of the left 64 of these, and then of the right: sums [64, 64] of the upper part and
+    [64, 32] of the lower one. Tensor cores take 64 rows at a time, but 8 columns: so the weight's
+    columns are their rows."""
+    LOWER: gl.constexpr = TURNED - 64
+    a, b = _zeros(64, 64, 64), _zeros(64, LOWER, LOWER)
+    c, d = _zeros(64, 64, 64), _zeros(64, LOWER, LOWER)
     for i in range(steps):
-        upper, lower = _begin_turned(ring, step + i, (upper, lower), HALF, PLAN)
+        a, b, c, d = _begin_turned(ring, step + i, (a, b, c, d), HALF, PLAN)
         for j in gl.static_range(TIMES):
             if i == j:
                 DO(beside, j)
-        upper, lower = warpgroup_mma_wait(2, deps=[upper, lower])
+        a, b, c, d = warpgroup_mma_wait(4, deps=[a, b, c, d])
         _release(ring, step + i - 1, PLAN, i > 0)
-    upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
+    a, b, c, d = warpgroup_mma_wait(0, deps=[a, b, c, d])
     _release(ring, step + steps - 1, PLAN, steps > 0)
     for j in gl.static_range(TIMES):
         if j >= steps:
             DO(beside, j)
-    return upper, lower
+    return (a, b), (c, d)
 
 
 @gluon.jit

@@ -114,6 +114,14 @@ def store_box(sums, box, staged, row, end, column, PART: gl.constexpr, WAY: gl.c
     store_rows(box, row, end, column, by_way)
 
 
+@gluon.jit
+def store_turned(parts, box, staged, first, end, column, PART: gl.constexpr):
+    """Writes 64 columns of a tile, from `column` on: parts [64, rows], turned, one below the
+    other."""
+    store_box(parts[0].permute((1, 0)), box, staged, first, end, column, PART, 0)
+    store_box(parts[1].permute((1, 0)), box, staged, first + 64, end, column, PART, 1)
+
+
 class Waiting(NamedTuple):
     """Sums of a tile that are written beside the next one's products."""
 
