@@ -162,9 +162,8 @@ def wait_full(ring, step, PLAN: gl.constexpr, pred=True):
 
 
 @gluon.jit
-def _begin(ring, step, part, acc, ADD: gl.constexpr, PLAN: gl.constexpr):
-    """Begins to add the product of a step's stage and a part of the left operand to sums, or to
-    replace them by it."""
+def _begin(ring, step, sums, part, PLAN: gl.constexpr):
+    """Begins to add the product of a step's stage and a part of the left operand."""
     stage = wait_full(ring, step, PLAN)
     if PLAN.copied:  # cp.async writes as threads do, and wgmma reads as TMA does
         fence_async_shared()
@@ -174,7 +173,7 @@ def _begin(ring, step, part, acc, ADD: gl.constexpr, PLAN: gl.constexpr):
         left = left.permute((1, 0))
     if PLAN.right_turned:
         right = right.permute((1, 0))
-    return warpgroup_mma(left, right, acc, use_acc=ADD, is_async=True)
+    return (warpgroup_mma(left, right, sums[0], use_acc=True, is_async=True),)
 
 
 @gluon.jit
@@ -188,7 +187,7 @@ def _columns(right, N: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _begin_turned(ring, step, sums, HALF: gl.constexpr, PLAN: gl.constexpr):
-    """As `_begin`, to `sums` of `multiply_turned`."""
+    """Begins to add the products of a step's stage that `multiply_turned` has."""
     stage = wait_full(ring, step, PLAN)
     right = ring.right.index(stage)
     N: gl.constexpr = HALF * (PLAN.bn // 2)
@@ -225,52 +224,59 @@ def sums_of(PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _wait(sums, PENDING: gl.constexpr):
+    """The sums, once no more than PENDING products are under way."""
+    if len(sums) == 1:
+        return (warpgroup_mma_wait(PENDING, deps=[sums[0]]),)
+    else:
+        return warpgroup_mma_wait(PENDING, deps=sums)
+
+
+@gluon.jit
+def _reduce(
+    ring, step, steps, sums, which, BEGIN: gl.constexpr, beside, DO: gl.constexpr,
+    TIMES: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """Adds `steps` stages from `step` on to a tuple of sums, for each of which
+    `BEGIN(ring, step, sums, which, PLAN)` begins a product. While the first ones run it does
+    `DO(beside, i)` for i below TIMES."""
+    for i in range(steps):
+        sums = BEGIN(ring, step + i, sums, which, PLAN)
+        for j in gl.static_range(TIMES):
+            if i == j:
+                DO(beside, j)
+        sums = _wait(sums, len(sums))
+        _release(ring, step + i - 1, PLAN, i > 0)
+    sums = _wait(sums, 0)
+    _release(ring, step + steps - 1, PLAN, steps > 0)
+    for j in gl.static_range(TIMES):
+        if j >= steps:
+            DO(beside, j)
+    return sums
+
+
+@gluon.jit
 def multiply_beside(
     ring, step, steps, part, beside, DO: gl.constexpr, TIMES: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """Sums [bm / parts, bn] over `steps` stages from `step` on, of a part of the left operand.
     While the first products run it does `DO(beside, i)` for i below TIMES."""
-    acc = sums_of(PLAN)
-    for i in range(steps):
-        acc = _begin(ring, step + i, part, acc, True, PLAN)
-        for j in gl.static_range(TIMES):
-            if i == j:
-                DO(beside, j)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        _release(ring, step + i - 1, PLAN, i > 0)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    _release(ring, step + steps - 1, PLAN, steps > 0)
-    for j in gl.static_range(TIMES):
-        if j >= steps:
-            DO(beside, j)
-    return acc
+    none = (sums_of(PLAN),)
+    return _reduce(ring, step, steps, none, part, _begin, beside, DO, TIMES, PLAN)[0]
 
 
 @gluon.jit
 def multiply_turned(
-    ring, step, steps, HALF: gl.constexpr, beside, DO: gl.constexpr, TIMES: gl.constexpr,
-    PLAN: gl.constexpr,
+    ring, step, steps, half, beside, DO: gl.constexpr, TIMES: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """As `multiply_beside`, of a tile's first 96 rows of 128, in two parts, and half of its 256
     columns. Of the left 64 of these, and then of the right: sums [64, 64] of the upper part and
     [64, 32] of the lower one. Tensor cores take 64 rows at a time, but 8 columns: so the weight's
     columns are their rows."""
     LOWER: gl.constexpr = TURNED - 64
-    a, b = _zeros(64, 64, 64), _zeros(64, LOWER, LOWER)
-    c, d = _zeros(64, 64, 64), _zeros(64, LOWER, LOWER)
-    for i in range(steps):
-        a, b, c, d = _begin_turned(ring, step + i, (a, b, c, d), HALF, PLAN)
-        for j in gl.static_range(TIMES):
-            if i == j:
-                DO(beside, j)
-        a, b, c, d = warpgroup_mma_wait(4, deps=[a, b, c, d])
-        _release(ring, step + i - 1, PLAN, i > 0)
-    a, b, c, d = warpgroup_mma_wait(0, deps=[a, b, c, d])
-    _release(ring, step + steps - 1, PLAN, steps > 0)
-    for j in gl.static_range(TIMES):
-        if j >= steps:
-            DO(beside, j)
-    return (a, b), (c, d)
+    upper, lower = _zeros(64, 64, 64), _zeros(64, LOWER, LOWER)
+    none = (upper, lower, upper, lower)
+    return _reduce(ring, step, steps, none, half, _begin_turned, beside, DO, TIMES, PLAN)
 
 
 @gluon.jit
