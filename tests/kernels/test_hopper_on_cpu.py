@@ -59,7 +59,7 @@ class Rows:
 
     @classmethod
     def of(cls, counts: list[int], listed: int) -> Rows:
-        """As many rows as are counted for each expert, in tokens of one choice."""
+        """Tokens of one choice, so many for each expert."""
         rows = cls.__new__(cls)
         rows.experts, rows.top_k, rows.tokens = len(counts), 1, sum(counts)
         index = torch.arange(rows.experts).repeat_interleave(torch.tensor(counts))

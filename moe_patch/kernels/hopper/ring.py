@@ -178,7 +178,7 @@ def _begin(ring, step, sums, part, PLAN: gl.constexpr):
 
 @gluon.jit
 def _columns(right, N: gl.constexpr, PLAN: gl.constexpr):
-    """64 of the columns of a stage's right operand, from N on, as rows."""
+    """Columns of a stage's right operand, 64 from N on, as rows."""
     if PLAN.right_turned:
         return right.slice(N, 64, dim=0)
     else:
@@ -269,9 +269,9 @@ def multiply_beside(
 def multiply_turned(
     ring, step, steps, half, beside, DO: gl.constexpr, TIMES: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """As `multiply_beside`, of a tile's first 96 rows of 128, in two parts, and half of its 256
-    columns. Of the left 64 of these, and then of the right: sums [64, 64] of the upper part and
-    [64, 32] of the lower one. Tensor cores take 64 rows at a time, but 8 columns: so the weight's
+    """Sums as of `multiply_beside`, of a tile's first 96 rows of 128, in two parts, and half of its
+    256 columns: of the left 64 of these, and of the right, ([64, 64], [64, 32]) each, the upper
+    part's and the lower one's. Tensor cores take 64 rows at a time, but 8 columns: so the weight's
     columns are their rows."""
     LOWER: gl.constexpr = TURNED - 64
     upper, lower = _zeros(64, 64, 64), _zeros(64, LOWER, LOWER)
