@@ -29,14 +29,7 @@ from .ring import (
 )
 from .roles import run
 from .rows import load_rows
-from .stores import (
-    Waiting,
-    Writer,
-    rounded,
-    staged_for,
-    store_turned,
-    write_quarter,
-)
+from .stores import Waiting, Writer, rounded, staged_for, store_turned, write_quarter
 from .turns import is_long, tiles_of, told, turns_of
 from .update import Update, bring_update
 
@@ -96,10 +89,10 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
         n, rows = column * PLAN.bn, end - first
         writer = Writer(out, staged, waiting, ME, 0)
         if LONG and (rows > 64) & (rows <= TURNED):  # each has all rows and half of the columns
-            a, b, c, d = multiply_turned(ring, step, STEPS, ME, writer, write_quarter, 4, PLAN)
+            left, right = multiply_turned(ring, step, STEPS, ME, writer, write_quarter, 4, PLAN)
             half = n + ME * (PLAN.bn // 2)
-            store_turned((a, b), out, staged, first, end, half, ME)
-            store_turned((c, d), out, staged, first, end, half + 64, ME)
+            store_turned(left, out, staged, first, end, half, ME)
+            store_turned(right, out, staged, first, end, half + 64, ME)
             waiting = Waiting(waiting.quarters, first, end * 0, n)
         elif rows > 64 * part:
             acc = multiply_beside(ring, step, STEPS, part, writer, write_quarter, 4, PLAN)

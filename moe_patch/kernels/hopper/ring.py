@@ -276,7 +276,8 @@ def multiply_turned(
     LOWER: gl.constexpr = TURNED - 64
     upper, lower = _zeros(64, 64, 64), _zeros(64, LOWER, LOWER)
     none = (upper, lower, upper, lower)
-    return _reduce(ring, step, steps, none, half, _begin_turned, beside, DO, TIMES, PLAN)
+    a, b, c, d = _reduce(ring, step, steps, none, half, _begin_turned, beside, DO, TIMES, PLAN)
+    return (a, b), (c, d)
 
 
 @gluon.jit
