@@ -322,3 +322,20 @@ def test_64_rows_of_dgate_have_256_columns_on_hopper_alone(monkeypatch):
         monkeypatch.setattr(chips, "chip", lambda device, found=found: found)
         product = Product("dgate", 64, rows, 768, 2048, torch.bfloat16, CPU)
         assert tiles.portable(product).bn == columns, (arch, rows)
+
+
+@pytest.mark.parametrize(
+    "k, listed, widened, turns",
+    [
+        (3072, 128, False, True),
+        (2048, 128, False, False),
+        (3072, 64, False, False),
+        (3072, 128, True, False),
+    ],
+)
+def test_which_products_turn_tiles(k, listed, widened, turns):
+    pytest.importorskip("triton.experimental.gluon")
+    from moe_patch.kernels.hopper import gemm
+
+    plan = gemm.Plan(512, k, 8, stages=4, right_turned=True, listed=listed, widened=widened)
+    assert gemm._turns.fn(plan) == turns

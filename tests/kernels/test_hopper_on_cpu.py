@@ -123,7 +123,7 @@ def close(found, truth):
 
 def drawn_rows(draw, turned=False):
     """(rows, how high listed tiles are); `turned`: most tiles have 65 to 96 rows."""
-    listed = draw.choice((64, 128))
+    listed = 128 if turned else draw.choice((64, 128))
     if not turned:
         return Rows(draw, listed), listed
     counts = 64, 65, 96, 97, 128, draw.randint(66, 95), 128 + draw.randint(65, 96)

@@ -1,8 +1,8 @@
 """grouped_gemm for Hopper: rows in expert order, as they lie, and weights of their dtype.
 
 A tile is 128 rows of one expert by 256 columns. One warpgroup loads it through TMA, two multiply 64
-rows each. Where all 64 are past the tile's end, they are neither loaded nor multiplied. Over a long
-reduction tiles of 65 to 96 rows count as 96, and each warpgroup has half of the columns. As many
+rows each. Where all 64 are past the tile's end, they are neither loaded nor multiplied. Tiles of 65
+to 96 rows may count as 96 (`_turns`), and then each warpgroup has half of the columns. As many
 programs as the chip has multiprocessors share the tiles: whoever is free takes the next, so that
 the tiles at work lie close together and their operands in the L2 cache.
 """
@@ -55,6 +55,16 @@ class Plan(NamedTuple):
     copied: bool = False
 
 
+@gluon.constexpr_function
+def _turns(plan):
+    """Whether tiles of 65 to TURNED rows are multiplied turned: where that was seen to be faster.
+
+    Their sums do not wait for the next tile's products, so that the reduction has to be long; and
+    where experts have few rows, which an order's tiles of 64 say, memory is what limits them.
+    Weights of 8 bits were not measured."""
+    return is_long(plan.k) and plan.listed == 128 and not plan.widened
+
+
 class Operands(NamedTuple):
     """Boxes of rows of x and of the weight."""
 
@@ -80,7 +90,7 @@ def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
 @gluon.jit
 def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
     STEPS: gl.constexpr = steps_of(PLAN)
-    LONG: gl.constexpr = is_long(PLAN.k)
+    TURNS: gl.constexpr = _turns(PLAN)
     step, turn = 0, 0
     _, first, end, column = told(turns, 0)
     waiting = Waiting(rounded(sums_of(PLAN), out.dtype), first, end * 0, column)
@@ -88,7 +98,7 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
         part = (turn + ME) % PLAN.parts  # of short tiles each warpgroup gets its share
         n, rows = column * PLAN.bn, end - first
         writer = Writer(out, staged, waiting, ME, 0)
-        if LONG and (rows > 64) & (rows <= TURNED):  # each has all rows and half of the columns
+        if TURNS and (rows > 64) & (rows <= TURNED):  # each has all rows and half of the columns
             left, right = multiply_turned(ring, step, STEPS, ME, writer, write_quarter, 4, PLAN)
             half = n + ME * (PLAN.bn // 2)
             store_turned(left, out, staged, first, end, half, ME)
