@@ -26,6 +26,7 @@ from .boxes import gluon_box
 from .grouped_gemm import multiply_a
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
+from .low_rank import Boxes as UpdateBoxes
 from .tiles import ROLES, Product, Tile, choose, plan_of, portable
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import Weight, boxed_weight, suffix, weight_dot, weight_operand
@@ -166,25 +167,28 @@ def _launch_on_hopper(activation: str, **sizes: Any) -> Launch:
     return Launch(dgate_hopper_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
 
 
-def _on_hopper(
+class _Boxes(NamedTuple):
+    """What the kernel in hopper/ reads through TMA, and the weight's scales."""
+
+    weight: Any
+    scales: Tensor | None
+    gate: Any
+    """Of `pre`, two columns of 16 bits in one of 32."""
+    up: Any
+    """Of `pre`, from its ups on."""
+    low: UpdateBoxes
+
+
+def _boxes(
     d_out: Tensor,
     weight: Tensor,
-    order: ExpertOrder,
-    slot_weight: Tensor,
-    weight_on_input: bool,
-    pre: Tensor,
-    made: Made,
-    tile: Tile,
-    activation: str,
-    update: LowRank | None,
     scale: Tensor | None,
-) -> bool:
-    """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
+    pre: Tensor,
+    tile: Tile,
+    update: LowRank | None,
+) -> _Boxes | None:
+    """Boxes for a tile of hopper/'s kernel, if all are lawful, and d_out's rows may be copied."""
     inner = weight.shape[1]
-    by_16_bytes = not (d_out.stride(0) % 8 or d_out.data_ptr() % 16)
-    if not by_16_bytes or order.block_m != tile.bm:
-        return False
-    d_pre, act, d_scale = made
     w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
     gate_box = gluon_box(
         pre.data_ptr(), torch.float32, (len(pre), inner // 2), (64, 32), (inner, 1)
@@ -192,22 +196,38 @@ def _on_hopper(
     ups = pre.data_ptr() + inner * pre.element_size()
     up_box = gluon_box(ups, pre.dtype, (len(pre), inner), (64, 64), (2 * inner, 1))
     low = update_boxes(update, weight, tile.bn)
-    if w_box is None or gate_box is None or up_box is None or low is None:
-        return False
+    by_16_bytes = not (d_out.stride(0) % 8 or d_out.data_ptr() % 16)
+    if not by_16_bytes or w_box is None or gate_box is None or up_box is None or low is None:
+        return None
+    return _Boxes(w_box, scales, gate_box, up_box, low)
+
+
+def _on_hopper(
+    boxes: _Boxes,
+    d_out: Tensor,
+    weight: Tensor,
+    order: ExpertOrder,
+    slot_weight: Tensor,
+    weight_on_input: bool,
+    made: Made,
+    tile: Tile,
+    activation: str,
+) -> None:
+    """Starts the kernel in hopper/."""
+    d_pre, act, d_scale = made
     top_k = len(order.row_to_slot) // len(d_out)
     start = _launch_on_hopper(
         activation, stride_x=d_out.stride(0), top_k=top_k, weight_on_input=weight_on_input,
         need_pre=d_pre.numel() > 0, need_act=act.numel() > 0, need_scale=d_scale.numel() > 0,
-        **plan_of(tile, weight, low.rank),
+        **plan_of(tile, weight, boxes.low.rank),
     )  # fmt: skip
-    tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
+    tiles = order.tile_expert.numel() * cdiv(weight.shape[1], tile.bn)
     start(
         (min(chips.multiprocessors(d_out.device), tiles),),
-        d_out, w_box, scales, low.side, low.b, slot_weight, gate_box, up_box, d_pre, act, d_scale,
-        order.taken,
+        d_out, boxes.weight, boxes.scales, boxes.low.side, boxes.low.b, slot_weight,
+        boxes.gate, boxes.up, d_pre, act, d_scale, order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
-    return True
 
 
 def dgate(
@@ -238,8 +258,14 @@ def dgate(
     dtype, device = d_out.dtype, d_out.device
     name = "dgate" + suffix(down_proj, scale)
     product = Product(name, order.block_m, slots // experts, inner, hidden, dtype, device)
-    tile = choose(*product)
-    columns = -(-inner // tile.bn)
+    tile, boxes, form = choose(*product), None, parse(activation).form
+    turned = None if scale is None else scale.mT
+    if tile.warps == ROLES:
+        if form == "concatenated" and order.block_m == tile.bm:
+            boxes = _boxes(d_out, down_proj.mT, turned, pre, tile, low_rank)
+        if boxes is None:
+            tile = portable(product)
+    columns = cdiv(inner, tile.bn)
     made = d_pre, act, d_scale = into or (
         torch.empty_like(pre) if need_pre else pre.new_empty(0),
         pre.new_empty((slots, inner) if need_act else (0,)),
@@ -249,16 +275,12 @@ def dgate(
         return made
     if low_rank:
         multiply_a(d_out, low_rank, order, slots // len(d_out))
-    form = parse(activation).form
-    turned = None if scale is None else scale.mT
-    if tile.warps == ROLES:
-        as_it_lies = form == "concatenated"
-        if as_it_lies and _on_hopper(
-            d_out, down_proj.mT, order, slot_weight, weight_on_input, pre, Made(*made), tile,
-            activation, low_rank, turned,
-        ):  # fmt: skip
-            return made
-        tile = portable(product)
+    if boxes:
+        _on_hopper(
+            boxes, d_out, down_proj.mT, order, slot_weight, weight_on_input, Made(*made), tile,
+            activation,
+        )  # fmt: skip
+        return made
     operand = weight_operand(down_proj.mT, turned, tile.bn, tile.bk)  # [E, N = I, K = H]
     low = update_operand(low_rank) if low_rank else NO_UPDATE
     parts = 1 if tile.bn < 64 else 8 if form == "interleaved" else 4

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from hopper import answers, copy_as
-from ops import drawn_bytes
+from ops import assert_close, drawn_bytes, gradients, in_double, in_fp8, moe
 
+from moe_patch import reference
 from moe_patch.kernels import chips, dgate, dw, gate_up, grouped_gemm, tiles
 from moe_patch.kernels.tiles import ROLES, Product, Tile
 from moe_patch.kernels.weights import suffix
+from moe_patch.ops import fused_experts
 from moe_patch.ops.grouped import sort
 
 H200 = chips.nvidia(90, 232_448)
@@ -313,6 +315,27 @@ def test_where_they_are_faster(monkeypatch, kernel, bm, rows, n, k, dtype, roles
     assert plain.warps != ROLES
     monkeypatch.setattr(tiles, "has_gluon", lambda: True)
     assert tiles.portable(product) == plain, "what they leave"
+
+
+@pytest.mark.parametrize("rows", (80, pytest.param(700, marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("in_bytes", (False, True))
+@pytest.mark.parametrize("kernel", ("gate_up", "gemm", "dgate"))
+def test_what_they_leave(device, kernel, in_bytes, rows):
+    """Of 301 columns no box is lawful: the kernel for every chip, whose tiles have other columns,
+    computes the same."""
+    arguments = moe(device, torch.float16, rows, 256, 301, 3, 2)
+    arguments = in_fp8(arguments) if in_bytes else arguments
+    exact = in_double(arguments)
+
+    def results(function, of):
+        out = function(**of)
+        d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
+        return out, *gradients(out, d_out, *of.values())
+
+    with tiles.forced(kernel + (tiles.W8 if in_bytes else ""), Tile(128, 512, 64, ROLES, 4)):
+        ours = results(fused_experts, arguments)
+    for mine, truth in zip(ours, results(reference.fused_experts, exact), strict=True):
+        assert_close(mine, truth, torch.float16)
 
 
 def test_64_rows_of_dgate_have_256_columns_on_hopper_alone(monkeypatch):

@@ -331,9 +331,8 @@ def test_dgate(seed):
     )
     tile = drawn_tile(draw, listed, 256, scales)
     with on_cpu(seed) as names:
-        assert dgate._on_hopper(
-            d_out, weight, rows.order, by, on_input, pre, made, tile, activation, update, scales
-        )
+        boxes = dgate._boxes(d_out, weight, scales, pre, tile, update)
+        dgate._on_hopper(boxes, d_out, weight, rows.order, by, on_input, made, tile, activation)
     assert names == ["dgate_hopper_kernel"]
     d_act = updated(rows, d_out[rows.slot // rows.top_k], wide, update)
     scale = by.flatten()[rows.slot, None].double().requires_grad_()

@@ -60,15 +60,18 @@ class Geometry:
 def geometries(
     draw: Any, most: int, experts: int, tokens: int, runs: int, packed: bool = False
 ) -> Geometry:
-    """Sizes up to `most`, odd ones as often as multiples of 8 and their neighbours; `packed`:
-    multiples of 32."""
+    """Sizes up to `most`: odd ones as often as multiples of 8 and their neighbours, and, above 64,
+    as multiples of 64, which kernels for Hopper want; `packed`: multiples of 32."""
 
     def size() -> int:
         if packed:
             return 32 * draw(st.integers(1, most // 32))
         eighths = st.integers(1, most // 8).map(lambda n: 8 * n)
         near = st.tuples(eighths, st.sampled_from((-1, 0, 0, 1))).map(sum)
-        return draw(st.integers(1, most) | near)
+        found = st.integers(1, most) | near
+        if most >= 64:
+            found |= st.integers(1, most // 64).map(lambda n: 64 * n)
+        return draw(found)
 
     interpreted = most < 100  # where bfloat16 is rounded to nowhere
     halves = (torch.float16,) if interpreted else (torch.float16, torch.bfloat16, torch.bfloat16)
