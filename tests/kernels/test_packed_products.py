@@ -109,7 +109,7 @@ def assert_as_close(mine, other, truths):
     (own, true), error, theirs = truths, mine.double() - truths[0], other.double() - truths[1]
     assert error.norm() <= 1.02 * theirs.norm() + 1e-6 * true.norm()
     assert error.abs().max() <= 2 * theirs.abs().max() + 1e-6
-    assert (own - true).norm() <= 1e-3 * true.norm()
+    assert (own - true).norm() <= 1.2e-3 * true.norm()  # the table's: 1.06e-3 in groups of 128
 
 
 @pytest.mark.gpu
