@@ -630,6 +630,7 @@ def _constant(value: Any) -> Any:
 
 def _argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
+        value = value.detach()  # kernels know nothing of autograd
         flat = value if value.is_contiguous() else value.as_strided((_extent(value),), (1,))
         return P(flat.view(-1))
     if hasattr(value, "block_shape"):
