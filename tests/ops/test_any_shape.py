@@ -11,8 +11,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import ptx_on_cpu
 import pytest
 import torch
+from gluon_on_cpu import on_cpu
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from ops import gradients, in_4_bits, in_double, in_fp8, moe
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from moe_patch import reference
 from moe_patch.activation import Activation
+from moe_patch.kernels import chips, packed_products, tiles
 from moe_patch.ops.experts import fused_experts
 from moe_patch.parity import law
 
@@ -33,6 +36,9 @@ ACTS = (
 STORED = ("as they are", "transposed", "with slack", "off by one")
 EXTRAS = ((), (), ("bias",), ("fp8",), ("low rank",), ("on input",))
 PACKED = (("nf4",), ("mxfp4", "bias"), ("int4", "low rank"), ("int4 with zeros", "on input"))
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bfloat16)
+INTERPRETED = DTYPES[:2]
+"""The interpreter rounds to bfloat16 by cutting off."""
 ROUTINGS = ("random", "one", "repeat", "sentinel", "skewed")
 SEEDS = 32
 DRAWS = 8
@@ -58,7 +64,14 @@ class Geometry:
 
 @st.composite
 def geometries(
-    draw: Any, most: int, experts: int, tokens: int, runs: int, packed: bool = False
+    draw: Any,
+    most: int,
+    experts: int,
+    tokens: int,
+    runs: int,
+    *,
+    packed: bool = False,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> Geometry:
     """Sizes up to `most`: odd ones as often as multiples of 8 and their neighbours, and, above 64,
     as multiples of 64, which kernels for Hopper want; `packed`: multiples of 32."""
@@ -73,14 +86,12 @@ def geometries(
             found |= st.integers(1, most // 64).map(lambda n: 64 * n)
         return draw(found)
 
-    interpreted = most < 100  # where bfloat16 is rounded to nowhere
-    halves = (torch.float16,) if interpreted else (torch.float16, torch.bfloat16, torch.bfloat16)
     num = draw(st.integers(1, experts))
     act = draw(st.sampled_from(ACTS))
     extras = draw(st.sampled_from(PACKED if packed else EXTRAS))
     counts = st.integers(1, 9) | st.integers(1, tokens)
     return Geometry(
-        draw(st.sampled_from((torch.float32, *halves))),
+        draw(st.sampled_from(dtypes)),
         size(),
         size(),
         num,
@@ -231,11 +242,12 @@ def broken(result: tuple[law.Errors, float], dtype: torch.dtype) -> list[str]:
 
 
 def drawn(number: int, count: int, **limits: Any):
-    """Decorator: calls the function with `count` geometries, the same for each number."""
+    """Decorator: calls the function with `count` geometries, the same for each number, and with the
+    simplest of all, which hypothesis draws first whatever the seed."""
 
     def decorate(function):
         quiet = settings(
-            max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+            max_examples=1 + count, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
         )
         return seed(number)(quiet(given(geometries(**limits))(function)))
 
@@ -244,14 +256,40 @@ def drawn(number: int, count: int, **limits: Any):
 
 @pytest.mark.parametrize("number", range(4))
 def test_small_ones(number, device):
-    drawn(number, 4, most=40, experts=5, tokens=40, runs=2)(lambda found: check(found, device))()
+    limits = {"most": 40, "experts": 5, "tokens": 40, "runs": 2, "dtypes": INTERPRETED}
+    drawn(number, 4, **limits)(lambda found: check(found, device))()
 
 
 @pytest.mark.parametrize("number", range(2))
 def test_small_ones_in_4_bits(number, device):
-    drawn(number, 3, most=96, experts=4, tokens=40, runs=2, packed=True)(
-        lambda found: check(found, device)
-    )()
+    limits = {"most": 96, "experts": 4, "tokens": 40, "runs": 2, "dtypes": INTERPRETED}
+    drawn(number, 3, packed=True, **limits)(lambda found: check(found, device))()
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch):
+    """On a CPU, the tiles and kernels that a Hopper card has: those in Gluon run in Python, the
+    others in Triton's interpreter."""
+    if not tiles.INTERPRET:
+        pytest.skip("is for machines without a GPU")
+    hopper = chips.nvidia(90, 232_448)._replace(tma=False, ptx=False)
+    monkeypatch.setattr(chips, "chip", lambda device: hopper)
+    monkeypatch.setattr(chips, "multiprocessors", lambda device: 3)
+    for module in (tiles, packed_products):
+        monkeypatch.setattr(module, "INTERPRET", False)
+    tiles.forget()
+    ptx_on_cpu.known()
+    with on_cpu() as names:
+        yield names
+    tiles.forget()
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_as_on_hopper(number, device, as_on_hopper):
+    """Which kernel computes what, as nothing else shows without a card."""
+    count = int(os.environ.get("MOE_PATCH_GEOMETRIES", "1"))
+    limits = {"most": 640, "experts": 2, "tokens": 400, "runs": 1, "dtypes": (torch.float16,)}
+    drawn(number, count, **limits)(lambda found: check(found, device))()
 
 
 @pytest.mark.gpu
