@@ -65,11 +65,11 @@ NF4_PAIRS = (
     -1.7734375, -1.234375, -0.9296875, -0.69921875, -0.50390625, -0.328125, -0.1611328125, 0.0,
     0.140625, 0.28515625, 0.4375, 0.59765625, 0.78125, 0.99609375, 1.28125, 1.7734375,
 )  # fmt: skip
-"""bfloat16 numbers that stand for NF4's values: of the weighed sums of squares of an error's rms
-and of its mean, over normal weights, they have about the smallest. The rms is 1e-3 of the weights',
-where rounding scaled weights, as everywhere, costs 1.7e-3. The mean is 2e-5 of the weights': where
-what they multiply is positive, as squared activations are, the errors of all of them add up. (The
-numbers with the least rms, 8e-4, have a mean of 4e-4, and broke the parity law there.)"""
+"""bfloat16 numbers that stand for NF4's values. Of normal weights their errors have an rms of 1e-3
+of the weights' (where rounding scaled weights, as everywhere, costs 1.7e-3) and a mean of 2e-5. The
+mean counts most: where what weights multiply is positive, as squared activations are, the errors of
+all of them add up. The numbers with the least rms, 8e-4, have a mean of 4e-4, and broke the parity
+law there."""
 
 
 def pair_unit(format: str) -> float:
