@@ -266,30 +266,45 @@ def test_small_ones_in_4_bits(number, device):
     drawn(number, 3, packed=True, **limits)(lambda found: check(found, device))()
 
 
+CARDS = {
+    "Hopper": chips.nvidia(90, 232_448),
+    "A100": chips.nvidia(80, 166_912),
+    "RTX 4090": chips.nvidia(89, 101_376),
+    "MI300": chips.amd("gfx942"),
+}
+
+
 @pytest.fixture
-def as_on_hopper(monkeypatch):
-    """On a CPU, the tiles and kernels that a Hopper card has: those in Gluon run in Python, the
-    others in Triton's interpreter."""
+def as_on(monkeypatch):
+    """A function that gives a CPU the tiles and kernels that a card of CARDS has: those in Gluon
+    run in Python, the others in Triton's interpreter."""
     if not tiles.INTERPRET:
         pytest.skip("is for machines without a GPU")
-    hopper = chips.nvidia(90, 232_448)._replace(tma=False, ptx=False)
-    monkeypatch.setattr(chips, "chip", lambda device: hopper)
+
+    def card(name):
+        found = CARDS[name]._replace(tma=False, ptx=False)
+        monkeypatch.setattr(chips, "chip", lambda device: found)
+        tiles.forget()
+
     monkeypatch.setattr(chips, "multiprocessors", lambda device: 3)
     for module in (tiles, packed_products):
         monkeypatch.setattr(module, "INTERPRET", False)
-    tiles.forget()
     ptx_on_cpu.known()
-    with on_cpu() as names:
-        yield names
+    with on_cpu():
+        yield card
     tiles.forget()
 
 
-@pytest.mark.parametrize("number", range(8))
-def test_as_on_hopper(number, device, as_on_hopper):
-    """Which kernel computes what, as nothing else shows without a card."""
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("card", CARDS)
+def test_as_on_a_card(card, number, packed, device, as_on):
+    """Which kernel computes what, and in which tiles, as nothing else shows without a card."""
+    as_on(card)
     count = int(os.environ.get("MOE_PATCH_GEOMETRIES", "1"))
-    limits = {"most": 640, "experts": 2, "tokens": 400, "runs": 1, "dtypes": (torch.float16,)}
-    drawn(number, count, **limits)(lambda found: check(found, device))()
+    sizes = {"most": 320, "tokens": 200} if packed else {"most": 640, "tokens": 400}
+    limits = {**sizes, "experts": 2, "runs": 1, "dtypes": (torch.float16,)}
+    drawn(number, count, packed=packed, **limits)(lambda found: check(found, device))()
 
 
 @pytest.mark.gpu
