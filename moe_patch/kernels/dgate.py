@@ -168,14 +168,14 @@ def _launch_on_hopper(activation: str, **sizes: Any) -> Launch:
 
 
 class _Boxes(NamedTuple):
-    """What the kernel in hopper/ reads through TMA, and the weight's scales."""
+    """Boxes that the kernel in hopper/ reads through TMA, and the weight's scales."""
 
     weight: Any
     scales: Tensor | None
     gate: Any
-    """Of `pre`, two columns of 16 bits in one of 32."""
+    """Gates in `pre`, two columns of 16 bits in one of 32."""
     up: Any
-    """Of `pre`, from its ups on."""
+    """Ups in `pre`."""
     low: UpdateBoxes
 
 

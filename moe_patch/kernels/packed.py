@@ -60,7 +60,7 @@ def _table(format: str, device: torch.device) -> Tensor:
 
 
 PAIR_UNIT = 0.5642767
-"""What NF4_PAIRS are multiplied by."""
+"""Factor that NF4_PAIRS lack."""
 NF4_PAIRS = (
     -1.7734375, -1.234375, -0.9296875, -0.69921875, -0.50390625, -0.328125, -0.1611328125, 0.0,
     0.140625, 0.28515625, 0.4375, 0.59765625, 0.78125, 0.99609375, 1.28125, 1.7734375,

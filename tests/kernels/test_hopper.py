@@ -321,7 +321,7 @@ def test_where_they_are_faster(monkeypatch, kernel, bm, rows, n, k, dtype, roles
 @pytest.mark.parametrize("in_bytes", (False, True))
 @pytest.mark.parametrize("kernel", ("gate_up", "gemm", "dgate"))
 def test_what_they_leave(device, kernel, in_bytes, rows):
-    """Of 301 columns no box is lawful: the kernel for every chip, whose tiles have other columns,
+    """No box of 301 columns is lawful: the kernel for every chip, whose tiles have other columns,
     computes the same."""
     arguments = moe(device, torch.float16, rows, 256, 301, 3, 2)
     arguments = in_fp8(arguments) if in_bytes else arguments

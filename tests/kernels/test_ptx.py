@@ -119,7 +119,7 @@ def test_pairs_are_nf4_values():
 
 @pytest.mark.parametrize("group", (32, 64, 128))
 def test_errors_of_pairs_do_not_add_up(group):
-    """Of products with positive numbers, squared activations: they are hardly larger than those of
+    """Products with positive numbers, squared activations, have smaller errors than those of
     weights that are rounded once."""
     torch.manual_seed(0)
     rows, inner = 16, 16384
