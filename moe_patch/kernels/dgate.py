@@ -187,7 +187,10 @@ def _boxes(
     tile: Tile,
     update: LowRank | None,
 ) -> _Boxes | None:
-    """Boxes for a tile of hopper/'s kernel, if all are lawful, and d_out's rows may be copied."""
+    """Boxes for a tile of hopper/'s kernel, if all are lawful, and d_out's rows may be copied by 16
+    bytes."""
+    if d_out.stride(0) % 8 or d_out.data_ptr() % 16:
+        return None
     inner = weight.shape[1]
     w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
     gate_box = gluon_box(
@@ -196,8 +199,7 @@ def _boxes(
     ups = pre.data_ptr() + inner * pre.element_size()
     up_box = gluon_box(ups, pre.dtype, (len(pre), inner), (64, 64), (2 * inner, 1))
     low = update_boxes(update, weight, tile.bn)
-    by_16_bytes = not (d_out.stride(0) % 8 or d_out.data_ptr() % 16)
-    if not by_16_bytes or w_box is None or gate_box is None or up_box is None or low is None:
+    if w_box is None or gate_box is None or up_box is None or low is None:
         return None
     return _Boxes(w_box, scales, gate_box, up_box, low)
 
@@ -275,7 +277,7 @@ def dgate(
         return made
     if low_rank:
         multiply_a(d_out, low_rank, order, slots // len(d_out))
-    if boxes:
+    if boxes is not None:
         _on_hopper(
             boxes, d_out, down_proj.mT, order, slot_weight, weight_on_input, Made(*made), tile,
             activation,
