@@ -20,7 +20,7 @@ from .grouped_gemm import multiply_a
 from .in_steps import width
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
-from .tiles import ROLES, Product, Tile, choose, plan_of, portable
+from .tiles import ROLES, Product, Tile, choose, plan_of, portable, tail_for
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import BLOCK, Weight, boxed_weight, suffix, weight_dot, weight_operand
 
@@ -197,13 +197,13 @@ def _on_hopper(
     start = _launch_on_hopper(
         result.activation, stride_x=x.stride(0), top_k=top_k,
         weight_on_input=result.weight_on_input, save_pre=save_pre,
-        **plan_of(tile, weight, low.rank),
+        **plan_of(tile, weight, low.rank), tail=tail_for(weight, len(order.row_to_slot)),
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     slot_weight = result.slot_weight if result.weight_on_input else act  # which is not read
     start(
         (min(chips.multiprocessors(x.device), tiles),),
-        x, w_box, scales, low.side, low.b, slot_weight, act_box, gate_box, up_box,
+        x, w_box, scales, low.side, low.tail, low.b, slot_weight, act_box, gate_box, up_box,
         order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

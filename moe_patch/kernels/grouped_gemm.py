@@ -12,10 +12,10 @@ from torch import Tensor
 from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed_products
-from .boxes import box, rows_box
+from .boxes import box, parts_box, rows_box
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
-from .tiles import ROLES, Product, Tile, choose, plan_of, portable
+from .tiles import ROLES, Product, Tile, choose, plan_of, portable, tail_for
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import Weight, boxed_weight, suffix, weight_dot, weight_operand
 
@@ -99,16 +99,18 @@ def _on_hopper(
     if order.block_m != tile.bm:
         return False
     _, n, k = weight.shape
-    x_box = rows_box(x.data_ptr(), x.dtype, (len(x), k), (64, tile.bk), x.stride(0))
+    x_box, tail_box = parts_box(x)
     w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
     out_box = rows_box(out.data_ptr(), out.dtype, (len(out), n), (64, 64))
     low = update_boxes(update, weight, tile.bn)
     if x_box is None or w_box is None or out_box is None or low is None:
         return False
-    start = _launch_on_hopper(**plan_of(tile, weight, low.rank))
+    tail = tail_for(weight, order.row_to_slot.numel())
+    start = _launch_on_hopper(**plan_of(tile, weight, low.rank), tail=tail)
     programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
     start(
-        (programs,), x_box, w_box, scales, low.side, low.b, out_box, order.taken,
+        (programs,),
+        x_box, tail_box, w_box, scales, low.side, low.tail, low.b, out_box, order.taken,
         order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .boxes import gluon_box, rows_box
+from .boxes import gluon_box, parts_box, rows_box
 from .launch import power_of_two
 from .tiling import dot
 
@@ -96,11 +96,13 @@ def add_update(
 
 
 class Boxes(NamedTuple):
-    """Arguments of a kernel in hopper/: boxes of `side` [S, R] and of B, or None without an
-    update; and B as the box has it, which has to live until the kernel is started."""
+    """Arguments of a kernel in hopper/: boxes of `side` [S, R], of a tile's tail of it, and of B,
+    or None without an update; and B as the box has it, which has to live until the kernel is
+    started."""
 
     rank: int = 0
     side: Any = None
+    tail: Any = None
     b: Any = None
     kept: Tensor | None = None
 
@@ -111,10 +113,10 @@ def update_boxes(update: LowRank | None, weight: Tensor, columns: int) -> Boxes 
     if update is None:
         return Boxes()
     side, rank, turned = update.side, update.rank, weight.stride(2) == 1
-    side_box = rows_box(side.data_ptr(), side.dtype, (len(side), rank), (64, 64))
+    side_box, tail_box = parts_box(side)
     if side_box is None:  # a rank that is not a multiple of 8
         return None
     b = (update.b if turned else update.b.mT).contiguous()
     shape, block = (b.shape[0] * b.shape[1], b.shape[2]), (columns, 64) if turned else (64, columns)
     b_box = (gluon_box if turned else rows_box)(b.data_ptr(), b.dtype, shape, block)
-    return None if b_box is None else Boxes(rank, side_box, b_box, b)
+    return None if b_box is None else Boxes(rank, side_box, tail_box, b_box, b)

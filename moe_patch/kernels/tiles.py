@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..compat import has_gluon, interpreted
 from . import chips, interpreter, table
+from .boxes import TAIL
 from .launch import power_of_two
 
 INTERPRET: bool = interpreted()
@@ -239,6 +240,14 @@ def _has_roles(product: Product) -> bool:
     kernel = kernel.removesuffix(W8)
     columns = {"gate_up": 128, "gemm": 256, "dgate": 256}
     return kernel in columns and n >= columns[kernel]
+
+
+def tail_for(weight: Tensor, slots: int) -> int:
+    """How many rows tiles of gate_up's and gemm's kernels in hopper/ may have beyond 128: some
+    where an expert (mean) has one tile or two, of which one less is much. Where it has many, tiles
+    of two heights made programs drift apart. Beside a weight of 8 bits there is no room for them.
+    """
+    return TAIL if weight.dtype.itemsize == 2 and 96 <= slots // len(weight) < 320 else 0
 
 
 def plan_of(tile: Tile, weight: Tensor, rank: int) -> dict[str, Any]:

@@ -102,10 +102,38 @@ def in_groups(at, tiles, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def _tiles(rows, BM: tl.constexpr, TAIL: tl.constexpr):
+    """How many tiles an expert's rows are. Rows beyond a multiple of BM are tails of the others
+    where four suffice: a tail takes as long as twice its rows."""
+    tiles = (rows + BM - 1) // BM
+    if TAIL > 0:
+        over = rows % BM
+        tiles -= ((over > 0) & (over <= TAIL * tl.minimum(tiles - 1, 4))).to(tl.int32)
+    return tiles
+
+
+@triton.jit
+def _share(
+    tile, tiles, begin, end, BM: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr
+):  # fmt: skip
+    """(first row, the row after the last) of one of an expert's tiles, as `place` deals them."""
+    share, odd, more = BM, 0, 0
+    if EVEN:
+        share, odd, more = (end - begin) // tiles, (end - begin) % tiles, 1
+    if TAIL > 0:
+        tails = (end - begin - tiles * BM + TAIL - 1) // TAIL
+        share = tl.where(tails > 0, BM, share)
+        odd = tl.where(tails > 0, tails, odd)
+        more = tl.where(tails > 0, TAIL, more)
+    first = begin + tile * share + tl.minimum(tile, odd) * more
+    return first, tl.minimum(first + share + (tile < odd).to(tl.int32) * more, end)
+
+
+@triton.jit
 def place(
     at, tile_expert, tile_row, ends,
     NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
-    LISTED: tl.constexpr = 0, EVEN: tl.constexpr = False,
+    LISTED: tl.constexpr = 0, EVEN: tl.constexpr = False, TAIL: tl.constexpr = 0,
 ):  # fmt: skip
     """(expert, first row, the row after its last, column tile) of a program.
 
@@ -114,9 +142,10 @@ def place(
     groups. M_MAX > 0: masked, with expert e's rows from e * M_MAX on and their count in `ends`,
     clamped to it; else tiles are listed, and `ends` are an order's expert_offsets. LISTED > 0: they
     are listed for tiles of so many rows, BM or fewer. A program that higher tiles leave over has no
-    rows: its first is its end. The row after the last is the expert's; with EVEN, for
-    listed tiles of 64 rows and more, the tile's own: an expert's rows are dealt evenly to its tiles
-    instead of by BM, and the first ones have one more where they do not divide.
+    rows: its first is its end. The row after the last is the expert's; with EVEN or TAIL, for
+    listed tiles of 64 rows and more, the tile's own. EVEN: an expert's rows are dealt evenly to its
+    tiles instead of by BM, and the first ones have one more where they do not divide. TAIL: where
+    that saves the expert a tile, its first ones have up to so many rows more.
     """
     if M_MAX > 0:
         NUM_M: tl.constexpr = (M_MAX + BM - 1) // BM
@@ -134,14 +163,12 @@ def place(
             first, column = row, at % NUM_N
         else:
             begin = tl.load(ends + expert)
-            tiles = (end - begin + BM - 1) // BM
+            tiles = _tiles(end - begin, BM, TAIL)
             local = at - (listed - (row - begin) // (LISTED or BM)) * NUM_N
             left_over = local >= tiles * NUM_N
             tile, column = in_groups(local, tiles, NUM_N, GROUP_M)
-            if EVEN:
-                share, odd = (end - begin) // tiles, (end - begin) % tiles
-                first = begin + tile * share + tl.minimum(tile, odd)
-                end = first + share + (tile < odd).to(tl.int32)
+            if EVEN or TAIL > 0:
+                first, end = _share(tile, tiles, begin, end, BM, EVEN, TAIL)
             else:
                 first = begin + tile * BM
             if LISTED > 0:

@@ -360,5 +360,19 @@ def test_which_products_turn_tiles(k, listed, widened, turns):
     pytest.importorskip("triton.experimental.gluon")
     from moe_patch.kernels.hopper import gemm
 
-    plan = gemm.Plan(512, k, 8, stages=4, right_turned=True, listed=listed, widened=widened)
-    assert gemm._turns.fn(plan) == turns
+    how = {"stages": 4, "right_turned": True, "listed": listed, "tail": 0, "widened": widened}
+    assert gemm._turns.fn(gemm.Plan(512, k, 8, **how)) == turns
+
+
+@pytest.mark.parametrize(
+    "rows, dtype, tail",
+    [
+        (95, torch.bfloat16, 0),
+        (96, torch.float16, 16),
+        (319, torch.bfloat16, 16),
+        (320, torch.bfloat16, 0),
+        (256, torch.float8_e4m3fn, 0),
+    ],
+)
+def test_which_products_have_tails(rows, dtype, tail):
+    assert tiles.tail_for(torch.empty(3, 8, 8, dtype=dtype), 3 * rows + 2) == tail

@@ -121,20 +121,25 @@ def close(found, truth):
     )
 
 
-def drawn_rows(draw, turned=False):
-    """(rows, how high listed tiles are); `turned`: most tiles have 65 to 96 rows."""
-    listed = 128 if turned else draw.choice((64, 128))
-    if not turned:
+def drawn_rows(draw, kind):
+    """(rows, how high listed tiles are); "turned": most tiles have 65 to 96 rows; "tailed": many
+    have 129 to 144."""
+    listed = 128 if kind == "turned" else draw.choice((64, 128))
+    if kind == "any":
         return Rows(draw, listed), listed
-    counts = 64, 65, 96, 97, 128, draw.randint(66, 95), 128 + draw.randint(65, 96)
-    return Rows.of(draw.sample(counts, 5), listed), listed
+    if kind == "turned":
+        counts = 64, 65, 96, 97, 128, draw.randint(66, 95), 128 + draw.randint(65, 96)
+    else:
+        few, more = draw.randint(130, 143), 256 + draw.randint(1, 32)
+        counts = 129, 144, 145, few, more, 288, 289, 384 + draw.randint(1, 48)
+    return Rows.of(draw.sample(counts, 5 if kind == "turned" else 3), listed), listed
 
 
-def gemm(seed, stages=None, turned=False):
+def gemm(seed, stages=None, kind="any"):
     """(out, truth, the rows)."""
     draw = random.Random(seed)
-    rows, listed = drawn_rows(draw, turned)
-    n, k = 8 * draw.randint(32, 80), 64 * draw.choice((35,) if turned else (4, 5, 6, 35))
+    rows, listed = drawn_rows(draw, kind)
+    n, k = 8 * draw.randint(32, 80), 64 * draw.choice((35,) if kind == "turned" else (4, 5, 6, 35))
     x, weight = torch.randn(rows.slots, k).to(DTYPE), drawn_weight(draw, rows.experts, n, k)
     weight, scale, wide = drawn_bytes(draw, weight)
     out = torch.full((rows.slots, n), 7.0, dtype=DTYPE)
@@ -146,10 +151,10 @@ def gemm(seed, stages=None, turned=False):
     return out, updated(rows, x[: rows.used], wide, update), rows
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("kind", ["any", "turned", "tailed"])
 @pytest.mark.parametrize("seed", range(12))
-def test_gemm(seed, turned):
-    out, truth, rows = gemm(seed, turned=turned)
+def test_gemm(seed, kind):
+    out, truth, rows = gemm(seed, kind=kind)
     assert close(out[: rows.used], truth) and bool((out[rows.used :] == 7).all())
 
 
@@ -186,10 +191,11 @@ def test_fp8_weights_that_are_not_widened_on_their_way_are_left():
     assert not names
 
 
+@pytest.mark.parametrize("kind", ["any", "tailed"])
 @pytest.mark.parametrize("seed", range(12))
-def test_gate_up(seed):
+def test_gate_up(seed, kind):
     draw = random.Random(100 + seed)
-    rows, listed = drawn_rows(draw)
+    rows, listed = drawn_rows(draw, kind)
     inner, k = 8 * draw.randint(16, 40), 64 * draw.choice((4, 5, 6, 35))
     x = torch.randn(rows.tokens, k).to(DTYPE)
     inner = draw.choice((inner, 128 * draw.randint(1, 2)))

@@ -19,11 +19,11 @@ from moe_patch.order import ExpertOrder
 def places_kernel(
     out, tile_expert, tile_row, ends,
     NUM_N: tl.constexpr, M_MAX: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
-    LISTED: tl.constexpr, EVEN: tl.constexpr,
+    LISTED: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
     expert, first, end, column = place(
-        at, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M, LISTED, EVEN
+        at, tile_expert, tile_row, ends, NUM_N, M_MAX, BM, GROUP_M, LISTED, EVEN, TAIL
     )
     tl.store(out + 4 * at, expert)
     tl.store(out + 4 * at + 1, first)
@@ -31,10 +31,10 @@ def places_kernel(
     tl.store(out + 4 * at + 3, column)
 
 
-def places(count, tile_expert, tile_row, ends, LISTED=0, EVEN=False, **sizes):
+def places(count, tile_expert, tile_row, ends, LISTED=0, EVEN=False, TAIL=0, **sizes):
     out = torch.full((max(count, 1), 4), -1, dtype=torch.int32, device=ends.device)
     if count:
-        more = {"LISTED": LISTED, "EVEN": EVEN}
+        more = {"LISTED": LISTED, "EVEN": EVEN, "TAIL": TAIL}
         places_kernel[(count,)](out, tile_expert, tile_row, ends, **more, **sizes)
     return [tuple(row) for row in out[:count].tolist()]
 
@@ -85,7 +85,7 @@ def test_listed_rows(number, device):
         assert all(height <= group_m + group_m // 2 for height in heights)
 
 
-def high_tiles(number, device, EVEN=False):
+def high_tiles(number, device, EVEN=False, TAIL=0):
     """(their places, rows of each expert, their offsets, columns, bm) for an order of tiles that
     may be lower."""
     draw = random.Random(number)
@@ -94,7 +94,7 @@ def high_tiles(number, device, EVEN=False):
     sizes, order = random_order(draw, listed, device)
     found = places(
         int(order.num_tiles) * columns, order.tile_expert, order.tile_row, order.expert_offsets,
-        NUM_N=columns, M_MAX=0, BM=bm, GROUP_M=group_m, LISTED=listed, EVEN=EVEN,
+        NUM_N=columns, M_MAX=0, BM=bm, GROUP_M=group_m, LISTED=listed, EVEN=EVEN, TAIL=TAIL,
     )  # fmt: skip
     return found, sizes, order.expert_offsets.tolist(), columns, bm
 
@@ -127,6 +127,32 @@ def test_even_tiles(number, device):
         heights = [end - first for first, end in tiles] or [0]
         assert heights == sorted(heights, reverse=True)
         assert heights[0] <= min(bm, heights[-1] + 1)
+    assert all(place[1] <= place[2] for place in found)
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("number", range(40))
+def test_tailed_tiles(number, even, device):
+    """An expert has one tile less where its others, the first ones, take the rows of that one, 16
+    each, and these are no more than 64; else tiles are dealt as without tails."""
+    found, sizes, ends, columns, bm = high_tiles(number, device, EVEN=even, TAIL=16)
+    for expert, column in itertools.product(range(len(sizes)), range(columns)):
+        tiles = sorted(p[1:3] for p in found if (p[0], p[3]) == (expert, column) and p[1] < p[2])
+        full, over = divmod(sizes[expert], bm)
+        tails = -(-over // 16)
+        if tails > min(full, 4):
+            tails = 0
+        count = full if tails else -(-sizes[expert] // bm)
+        assert len(tiles) == count
+        edges = [ends[expert], *(end for _, end in tiles)]
+        assert [first for first, _ in tiles] == edges[:-1] and edges[-1] == ends[expert + 1]
+        heights = [end - first for first, end in tiles]
+        if tails:
+            assert heights[:-1] == [bm + 16 * (i < tails) for i in range(count - 1)]
+        elif even:
+            assert heights == [(sizes[expert] + count - 1 - i) // count for i in range(count)]
+        else:
+            assert heights[:-1] == [bm] * (count - 1)
     assert all(place[1] <= place[2] for place in found)
 
 

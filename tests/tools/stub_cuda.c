@@ -3,7 +3,7 @@
 #include <string.h>
 
 #define MAX_FUNCTIONS 256
-#define MAX_PARAMETERS 64
+#define MAX_PARAMETERS 128
 typedef struct { int count, sizes[MAX_PARAMETERS]; } Parameters;
 static Parameters known[MAX_FUNCTIONS], next;
 static unsigned long functions;

@@ -20,6 +20,7 @@ from .gather import Gathered, find_tokens, gather_rows, tokens_of
 from .producer import bring_weight, produce
 from .ring import bytes_of_weight, multiply, pass_over, ring_of, steps_of
 from .roles import run
+from .rows import Parts
 from .stores import in_halves
 from .turns import column_tiles, tiles_of, told, turns_of
 from .update import Update, bring_update
@@ -261,7 +262,7 @@ def dgate_hopper_kernel(
     run(
         (tensors, upper, row_to_slot, ring, turns, 0, PLAN, GATE),
         (tensors, lower, row_to_slot, ring, turns, 1, PLAN, GATE),
-        (operands, Update(side, b), tiles, ring, turns, PLAN),
+        (operands, Update(Parts(side, None), b), tiles, ring, turns, PLAN),
         (scales, ring, turns, False, PLAN),
-        _consume, _produce, (232, 40), PLAN,
+        _consume, _produce, PLAN,
     )  # fmt: skip

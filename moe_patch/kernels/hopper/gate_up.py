@@ -1,7 +1,8 @@
 """gate_up for Hopper: rows gathered by token, a gate and its up side by side, activated as stored.
 
-A tile is 128 rows of one expert by 128 columns of the gate and the same 128 of up. One warpgroup
-copies rows by cp.async and brings weights through TMA; two own 64 rows each.
+A tile is 128 rows of one expert by 128 columns of the gate and the same 128 of up, or up to 144
+rows where the expert then has one tile less. One warpgroup copies rows by cp.async and brings
+weights through TMA; two own 64 rows each, and half of the columns of the rest.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from .ring import (
     bytes_of_weight,
     expect_weight,
     multiply_beside,
+    multiply_tailed,
     pass_over,
     ring_of,
     steps_of,
     sums_of,
+    tail_of,
 )
 from .roles import run
-from .stores import in_halves, rounded, staged_for, store_box
+from .rows import Parts
+from .stores import in_halves, rounded, staged_for, store_box, store_tail
 from .turns import tiles_of, told, turns_of
 from .update import Update, bring_b, bring_side
 
@@ -52,6 +56,8 @@ class Plan(NamedTuple):
     """The weight's reduction is contiguous in memory; else its columns are."""
     listed: int
     """Rows of a tile in the order's list: 128 or 64."""
+    tail: int
+    """Rows that a tile may have beyond `bm`."""
     bm: int = 128
     bn: int = 256
     parts: int = 2
@@ -144,6 +150,15 @@ def _write(writer, I: gl.constexpr):
 
 
 @gluon.jit
+def _weights(sums, slot_weight, row_to_slot, first, end, ROWS: gl.constexpr):
+    """Routing weights that sums are to be multiplied with; ROWS: which dimension rows are."""
+    by: gl.constexpr = gl.SliceLayout(1 - ROWS, sums.type.layout)
+    rows = first + gl.arange(0, sums.shape[ROWS], by)
+    slot = gl.load(row_to_slot + rows, mask=rows < end, other=0)
+    return gl.expand_dims(gl.load(slot_weight + slot).to(gl.float32), 1 - ROWS)
+
+
+@gluon.jit
 def _activated(
     acc, result, slot_weight, row_to_slot, first, end, column,
     ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
@@ -159,9 +174,7 @@ def _activated(
         store_box(up, result.up, result.staged, first, end, column, ME, 1)
         kept = gate_2.to(dtype), up_2.to(dtype)
     if PLAN.weight_on_input:
-        rows = first + gl.arange(0, 64, gl.SliceLayout(1, gate.type.layout))
-        slot = gl.load(row_to_slot + rows, mask=rows < end, other=0)
-        scale = gl.expand_dims(gl.load(slot_weight + slot).to(gl.float32), 1)
+        scale = _weights(gate, slot_weight, row_to_slot, first, end, 0)
         gate, up, gate_2, up_2 = gate * scale, up * scale, gate_2 * scale, up_2 * scale
     value, by_gate, by_up = glu(gate, up, GATE)
     value_2, by_gate, by_up = glu(gate_2, up_2, GATE)
@@ -173,12 +186,29 @@ def _activated(
 
 
 @gluon.jit
+def _write_tail(
+    gate, up, result, slot_weight, row_to_slot, first, end, column,
+    ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
+):  # fmt: skip
+    """Activates the sums of a tile's tail and writes them, and, if they are kept, the sums."""
+    if PLAN.save_pre:
+        store_tail(gate, result.gate, result.staged, first, end, column, ME, 0)
+        store_tail(up, result.up, result.staged, first, end, column, ME, 0)
+    if PLAN.weight_on_input:
+        scale = _weights(gate, slot_weight, row_to_slot, first, end, 1)
+        gate, up = gate * scale, up * scale
+    act, by_gate, by_up = glu(gate, up, GATE)
+    store_tail(act, result.act, result.staged, first, end, column, ME, 0)
+
+
+@gluon.jit
 def _consume(
     result, slot_weight, row_to_slot, ring, turns,
     ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = steps_of(PLAN)
     WAITING: gl.constexpr = 4 if PLAN.save_pre else 2
+    TAILS: gl.constexpr = tail_of(PLAN) > 0
     step, turn = 0, 0
     _, first, end, column = told(turns, 0)
     none = rounded(sums_of(PLAN), result.act.dtype)
@@ -186,13 +216,23 @@ def _consume(
         none = none[0], none[1]
     waiting = Waiting(none, first, end * 0, column)
     while end > 0:
-        part = (turn + ME) % PLAN.parts  # of short tiles each warpgroup gets its share
-        first += part * 64
-        if first < end:
+        n, rows = column * WIDTH, end - first
+        # of short tiles each warpgroup gets its share
+        part = gl.where(rows > PLAN.bm, ME, (turn + ME) % PLAN.parts)
+        if rows > 64 * part:
             writer = Writer(result, waiting, ME)
             # [64, 128 of the gate and 128 of up]
-            acc = multiply_beside(ring, step, STEPS, part, writer, _write, WAITING, PLAN)
-            n = column * WIDTH
+            if TAILS and rows > PLAN.bm:
+                acc, gate, up = multiply_tailed(
+                    ring, step, STEPS, ME, writer, _write, WAITING, PLAN
+                )
+                _write_tail(
+                    gate, up, result, slot_weight, row_to_slot, first + PLAN.bm, end, n + 64 * ME,
+                    ME, PLAN, GATE,
+                )  # fmt: skip
+            else:
+                acc = multiply_beside(ring, step, STEPS, part, writer, _write, WAITING, PLAN)
+            first += 64 * part
             boxes = _activated(acc, result, slot_weight, row_to_slot, first, end, n, ME, PLAN, GATE)
             waiting = Waiting(boxes, first, end, n)
         else:
@@ -207,13 +247,14 @@ def _consume(
 
 @gluon.jit
 def gate_up_hopper_kernel(
-    x, w, scales, side, b, slot_weight, act, gate, up, taken,
+    x, w, scales, side, side_tail, b, slot_weight, act, gate, up, taken,
     row_to_slot, expert_offsets, tile_expert, tile_row, num_tiles,
     PLAN: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """x [T, K] with K a multiple of 64; w as boxes [128, 64] of [E * 2I, K] or [64, 128] of
     [E * K, 2I]; act [S, I] and both halves of pre [S, 2I] as boxes of rows, [64, 64]; `taken` is
-    an order's. `side` and `b` are an `Update`, boxes of b of 128 columns."""
+    an order's. `side` and `b` are an `Update`, boxes of b of 128 columns; `side_tail` the boxes of
+    a tail."""
     tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     ring, turns = ring_of(act.dtype, PLAN), turns_of(taken, PLAN)
     staged = staged_for(act.dtype, PLAN)
@@ -222,7 +263,7 @@ def gate_up_hopper_kernel(
     run(
         (result, slot_weight, row_to_slot, ring, turns, 0, PLAN, GATE),
         (result, slot_weight, row_to_slot, ring, turns, 1, PLAN, GATE),
-        (operands, Update(side, b), tiles, ring, turns, PLAN),
+        (operands, Update(Parts(side, side_tail), b), tiles, ring, turns, PLAN),
         (scales, ring, turns, True, PLAN),
-        _consume, _produce, (224, 56), PLAN,
+        _consume, _produce, PLAN,
     )  # fmt: skip

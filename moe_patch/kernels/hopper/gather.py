@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...compat import gluon_copy
-from .ring import BK
+from .ring import BK, parts_of, rows_of
 
 copy = gluon_copy()
 
@@ -36,13 +36,13 @@ def rows_layout():
 def tokens_of(PLAN: gl.constexpr):
     """Memory for the tokens of two tiles' rows."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.int32, [2 * PLAN.parts, 64], plain)
+    return gl.allocate_shared_memory(gl.int32, [2 * parts_of(PLAN), 64], plain)
 
 
 @gluon.jit
 def find_tokens(operands, turn, place, PLAN: gl.constexpr):
     """Keeps which rows of x a tile's are; past its end: none, -1."""
-    PARTS: gl.constexpr = PLAN.parts
+    PARTS: gl.constexpr = parts_of(PLAN)
     local = gl.arange(0, 64, gl.SliceLayout(1, rows_layout()))
     for part in gl.static_range(PARTS):
         rows = place.first + 64 * part + local
@@ -57,7 +57,8 @@ def copy_rows(operands, to, turn, part, k, PLAN: gl.constexpr):
     none."""
     by: gl.constexpr = rows_layout()
     columns = gl.expand_dims(gl.arange(0, BK, gl.SliceLayout(0, by)), 0)
-    token = operands.tokens.index(turn % 2 * PLAN.parts + part).load(gl.SliceLayout(1, by))
+    tokens = operands.tokens.index(turn % 2 * parts_of(PLAN) + part)
+    token = tokens.slice(0, to.shape[0]).load(gl.SliceLayout(1, by))
     source = gl.expand_dims(token.to(gl.int64) * PLAN.stride_x, 1)
     copy(to, operands.x + source + columns + k, gl.expand_dims(token >= 0, 1))
 
@@ -66,5 +67,5 @@ def copy_rows(operands, to, turn, part, k, PLAN: gl.constexpr):
 def gather_rows(operands, ring, stage, turn, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
     """Begins to copy a step of a tile's rows."""
     for part in gl.static_range(PARTS):
-        copy_rows(operands, ring.left.index(PLAN.parts * stage + part), turn, part, k, PLAN)
+        copy_rows(operands, rows_of(ring, stage, part, PLAN), turn, part, k, PLAN)
     async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)

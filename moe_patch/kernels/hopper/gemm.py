@@ -1,8 +1,9 @@
 """grouped_gemm for Hopper: rows in expert order, as they lie, and weights of their dtype.
 
-A tile is 128 rows of one expert by 256 columns. One warpgroup loads it through TMA, two multiply 64
-rows each. Where all 64 are past the tile's end, they are neither loaded nor multiplied. Tiles of 65
-to 96 rows may count as 96 (`_turns`), and then each warpgroup has half of the columns. As many
+A tile is 128 rows of one expert by 256 columns, or up to 144 where the expert then has one tile
+less. One warpgroup loads it through TMA, two multiply 64 rows each, and half of the columns of the
+rest. Where all 64 are past the tile's end, they are neither loaded nor multiplied. Tiles of 65 to
+96 rows may count as 96 (`_turns`), and then each warpgroup has half of the columns. As many
 programs as the chip has multiprocessors share the tiles: whoever is free takes the next, so that
 the tiles at work lie close together and their operands in the L2 cache.
 """
@@ -21,15 +22,18 @@ from .ring import (
     TURNED,
     bytes_of_weight,
     multiply_beside,
+    multiply_tailed,
     multiply_turned,
     pass_over,
     ring_of,
+    rows_in,
     steps_of,
     sums_of,
+    tail_of,
 )
 from .roles import run
-from .rows import load_rows
-from .stores import Waiting, Writer, rounded, staged_for, store_turned, write_quarter
+from .rows import Parts, load_parts
+from .stores import Waiting, Writer, rounded, staged_for, store_tail, store_turned, write_quarter
 from .turns import is_long, tiles_of, told, turns_of
 from .update import Update, bring_update
 
@@ -45,6 +49,8 @@ class Plan(NamedTuple):
     """The weight's reduction is contiguous in memory; else its columns are."""
     listed: int
     """Rows of a tile in the order's list: 128 or 64."""
+    tail: int
+    """Rows that a tile may have beyond `bm`."""
     bm: int = 128
     bn: int = 256
     parts: int = 2
@@ -66,7 +72,7 @@ def _turns(plan):
 
 
 class Operands(NamedTuple):
-    """Boxes of rows of x and of the weight."""
+    """Parts of rows of x, and boxes of the weight."""
 
     x: Any
     w: Any
@@ -75,11 +81,9 @@ class Operands(NamedTuple):
 @gluon.jit
 def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
     full = ring.full.index(stage)
-    mbarrier.expect(full, bytes_of_weight(PLAN) + 64 * PARTS * BK * 2)
+    mbarrier.expect(full, bytes_of_weight(PLAN) + rows_in(PARTS, PLAN) * BK * 2)
     bring_weight(operands.w, ring, stage, place, k, PLAN)
-    for part in gl.static_range(PARTS):
-        left = ring.left.index(PLAN.parts * stage + part)
-        load_rows(operands.x, place.first + 64 * part, place.end, k, full, left)
+    load_parts(operands.x, ring, stage, place, k, PARTS, PLAN)
 
 
 @gluon.jit
@@ -91,12 +95,14 @@ def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
 def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
     STEPS: gl.constexpr = steps_of(PLAN)
     TURNS: gl.constexpr = _turns(PLAN)
+    TAILS: gl.constexpr = tail_of(PLAN) > 0
     step, turn = 0, 0
     _, first, end, column = told(turns, 0)
     waiting = Waiting(rounded(sums_of(PLAN), out.dtype), first, end * 0, column)
     while end > 0:
-        part = (turn + ME) % PLAN.parts  # of short tiles each warpgroup gets its share
         n, rows = column * PLAN.bn, end - first
+        # of short tiles each warpgroup gets its share
+        part = gl.where(rows > PLAN.bm, ME, (turn + ME) % PLAN.parts)
         writer = Writer(out, staged, waiting, ME, 0)
         if TURNS and (rows > 64) & (rows <= TURNED):  # each has all rows and half of the columns
             left, right = multiply_turned(ring, step, STEPS, ME, writer, write_quarter, 4, PLAN)
@@ -105,7 +111,15 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
             store_turned(right, out, staged, first, end, half + 64, ME)
             waiting = Waiting(waiting.quarters, first, end * 0, n)
         elif rows > 64 * part:
-            acc = multiply_beside(ring, step, STEPS, part, writer, write_quarter, 4, PLAN)
+            if TAILS and rows > PLAN.bm:
+                acc, one, two = multiply_tailed(
+                    ring, step, STEPS, ME, writer, write_quarter, 4, PLAN
+                )
+                column = n + 64 * ME
+                store_tail(one, out, staged, first + PLAN.bm, end, column, ME, 0)
+                store_tail(two, out, staged, first + PLAN.bm, end, column + PLAN.bn // 2, ME, 1)
+            else:
+                acc = multiply_beside(ring, step, STEPS, part, writer, write_quarter, 4, PLAN)
             waiting = Waiting(rounded(acc, out.dtype), first + 64 * part, end, n)
         else:
             pass_over(ring, step, STEPS, PLAN)
@@ -119,19 +133,21 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def gemm_hopper_kernel(
-    x, w, scales, side, b, out, taken, expert_offsets, tile_expert, tile_row, num_tiles,
+    x, x_tail, w, scales, side, side_tail, b, out, taken,
+    expert_offsets, tile_expert, tile_row, num_tiles,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """x [S, K] and out [S, N] as boxes of rows, [64, 64]; w as boxes [256, 64] of [E * N, K] or
     [64, 256] of [E * K, N], with K a multiple of 64; `taken` is an order's. `side` and `b` are an
-    `Update`."""
+    `Update`; `x_tail` and `side_tail` the boxes of a tail."""
     tiles = tiles_of(expert_offsets, tile_expert, tile_row, num_tiles, PLAN)
     ring, turns = ring_of(out.dtype, PLAN), turns_of(taken, PLAN)
     staged = staged_for(out.dtype, PLAN)
+    update = Update(Parts(side, side_tail), b)
     run(
         (out, staged, ring, turns, 0, PLAN),
         (out, staged, ring, turns, 1, PLAN),
-        (Operands(x, w), Update(side, b), tiles, ring, turns, PLAN),
+        (Operands(Parts(x, x_tail), w), update, tiles, ring, turns, PLAN),
         (scales, ring, turns, False, PLAN),
-        _consume, _produce, (224, 56), PLAN,
+        _consume, _produce, PLAN,
     )  # fmt: skip

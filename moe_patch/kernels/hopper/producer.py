@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...compat import gluon_load
-from .ring import expect_weight, step_of, wait_empty
+from .ring import expect_weight, parts_of, rows_in, step_of, wait_empty
 from .turns import following, is_long, leave, own, tell, turns_in
 
 async_load = gluon_load()
@@ -35,8 +35,8 @@ def _fill(
 ):  # fmt: skip
     """Brings FROM ... TO of a tile's reduction, BK a stage, without parts past its end; returns the
     step after it."""
-    PARTS: gl.constexpr = PLAN.parts
-    parts = (gl.minimum(place.end - place.first, PLAN.bm) + 63) // 64
+    PARTS: gl.constexpr = parts_of(PLAN)
+    parts = (gl.minimum(place.end - place.first, rows_in(PARTS, PLAN)) + 63) // 64
     for count in gl.static_range(1, PARTS + 1):
         if parts == count:
             for k in range(FROM, TO, BK):

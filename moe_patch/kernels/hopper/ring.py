@@ -9,7 +9,7 @@ columns of a tile; `parts`, how many the rows are in; `left_turned`, parts [64, 
 of [bm / parts, 64]; `right_turned`, [bn, 64] instead of [64, bn]; `copied`, some of it comes by
 cp.async; and `stages`. Where `producer` fills the ring it also has the sizes of a weight, `n` and
 `k`, the `rank` of its update, and whether it is `widened`: it has 8 bits, and `widening` fills the
-right operand.
+right operand. `tail`: a tile may have so many rows more, which lie apart.
 """
 
 from __future__ import annotations
@@ -41,6 +41,17 @@ class Ring(NamedTuple):
     empty: Any
 
 
+class TailedRing(NamedTuple):
+    """A Ring of tiles that may have a tail."""
+
+    left: Any
+    right: Any
+    full: Any
+    empty: Any
+    tail: Any
+    """Each stage's rows of the tail, [tail, 64]."""
+
+
 class WidenedRing(NamedTuple):
     """A Ring whose right operand arrives in 8 bits, as `raw`, and is written by `widening`."""
 
@@ -64,6 +75,25 @@ def step_of(plan):
 def is_widened(plan):
     """Whether the weight has 8 bits."""
     return getattr(plan, "widened", False)
+
+
+@gluon.constexpr_function
+def tail_of(plan):
+    """Rows that a tile may have beyond `bm`: a last part of them, which all warpgroups share."""
+    return getattr(plan, "tail", 0)
+
+
+@gluon.constexpr_function
+def parts_of(plan):
+    """How many parts a tile's rows may be in, with the tail."""
+    return plan.parts + (getattr(plan, "tail", 0) > 0)
+
+
+@gluon.constexpr_function
+def rows_in(parts, plan):
+    """Rows of the first `parts` parts of a tile."""
+    rows = min(parts, plan.parts) * plan.bm // plan.parts
+    return rows + plan.tail if parts > plan.parts else rows
 
 
 @gluon.constexpr_function
@@ -116,8 +146,12 @@ def ring_of(dtype: gl.constexpr, PLAN: gl.constexpr):
     else:
         right = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], layout)
     ring = with_barriers(left, right, PLAN)
+    TAIL: gl.constexpr = tail_of(PLAN)
     if is_widened(PLAN):
         return _widened(ring, PLAN)
+    elif TAIL > 0:
+        tail = gl.allocate_shared_memory(dtype, [STAGES, TAIL, BK], layout)
+        return TailedRing(ring.left, ring.right, ring.full, ring.empty, tail)
     else:
         return ring
 
@@ -132,6 +166,15 @@ def _widened(ring, PLAN: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(come.index(stage), count=1)
     return WidenedRing(ring.left, ring.right, ring.full, ring.empty, raw, come)
+
+
+@gluon.jit
+def rows_of(ring, stage, PART: gl.constexpr, PLAN: gl.constexpr):
+    """Memory of a part of a stage's rows."""
+    if PLAN.parts > PART:
+        return ring.left.index(PLAN.parts * stage + PART)
+    else:
+        return ring.tail.index(stage)
 
 
 @gluon.jit
@@ -278,6 +321,32 @@ def multiply_turned(
     none = (upper, lower, upper, lower)
     a, b, c, d = _reduce(ring, step, steps, none, half, _begin_turned, beside, DO, TIMES, PLAN)
     return (a, b), (c, d)
+
+
+@gluon.jit
+def _begin_tailed(ring, step, sums, ME: gl.constexpr, PLAN: gl.constexpr):
+    """Begins to add the products of a step's stage that `multiply_tailed` has."""
+    stage = step % PLAN.stages
+    own = _begin(ring, step, sums[:1], ME, PLAN)
+    right = ring.right.index(stage)
+    tail = ring.tail.index(stage).permute((1, 0))
+    one = _columns(right, 64 * ME, PLAN)
+    two = _columns(right, PLAN.bn // 2 + 64 * ME, PLAN)
+    return own + (
+        warpgroup_mma(one, tail, sums[1], use_acc=True, is_async=True),
+        warpgroup_mma(two, tail, sums[2], use_acc=True, is_async=True),
+    )
+
+
+@gluon.jit
+def multiply_tailed(
+    ring, step, steps, me, beside, DO: gl.constexpr, TIMES: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """Sums as of `multiply_beside`, of part `me`, and those of the tile's tail, turned: of 64
+    columns of each half of the 256, from 64 `me` on, [64, tail] each."""
+    TAIL: gl.constexpr = tail_of(PLAN)
+    none = (sums_of(PLAN), _zeros(64, TAIL, TAIL), _zeros(64, TAIL, TAIL))
+    return _reduce(ring, step, steps, none, me, _begin_tailed, beside, DO, TIMES, PLAN)
 
 
 @gluon.jit

@@ -17,12 +17,11 @@ def _do(WHAT: gl.constexpr, arguments):
 @gluon.jit
 def run(
     upper, lower, producer, widener,
-    CONSUME: gl.constexpr, PRODUCE: gl.constexpr, REGISTERS: gl.constexpr, PLAN: gl.constexpr,
+    CONSUME: gl.constexpr, PRODUCE: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Runs CONSUME with both halves' arguments, `upper` and `lower`, and PRODUCE with `producer`
-    beside each other; of a widened weight also `widen` with `widener`.
-
-    REGISTERS are those of a thread that multiplies, and of one that loads, where nobody widens."""
+    beside each other; of a widened weight also `widen` with `widener`. The last two numbers are
+    registers of a thread that multiplies, and of one that loads."""
     if PLAN.widened:
         gl.warp_specialize(
             [
@@ -38,5 +37,5 @@ def run(
         gl.warp_specialize(
             [(_do, (CONSUME, upper)), (_do, (CONSUME, lower)), (_do, (PRODUCE, producer))],
             [4, 4],
-            REGISTERS,
+            [232, 40],
         )

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from .ring import tail_of
 from .rows import store_rows
 
 
@@ -64,9 +65,11 @@ def store(
 
 @gluon.jit
 def staged_for(dtype: gl.constexpr, PLAN: gl.constexpr, BOXES: gl.constexpr = 2):
-    """Boxes [64, 64] for each warpgroup, by way of which sums are stored."""
+    """BOXES [64, 64] for each warpgroup, by way of which sums are stored; one beside a tail, whose
+    rows take the memory of the other."""
+    EACH: gl.constexpr = 1 if tail_of(PLAN) > 0 else BOXES
     layout: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
-    return gl.allocate_shared_memory(dtype, [BOXES * PLAN.parts, 64, 64], layout)
+    return gl.allocate_shared_memory(dtype, [EACH * PLAN.parts, 64, 64], layout)
 
 
 @gluon.jit
@@ -105,10 +108,11 @@ def quarter_at(row, column, quarter, down):
 @gluon.jit
 def store_box(sums, box, staged, row, end, column, PART: gl.constexpr, WAY: gl.constexpr):
     """Writes sums [64, 64] to rows `row` ... up to row `end`, by way of one of PART's two boxes in
-    `staged`, which take turns. It may be on its way when this returns. Of fewer sums, `end` is at
-    most the row after them."""
-    tma.store_wait(1)
-    by_way = staged.index(2 * PART + WAY)
+    `staged`, which take turns, or of its only one. It may be on its way when this returns. Of fewer
+    sums, `end` is at most the row after them."""
+    BOXES: gl.constexpr = 1 if staged.shape[0] == 2 else 2  # there are two warpgroups or three
+    tma.store_wait(BOXES - 1)
+    by_way = staged.index(BOXES * PART + WAY % BOXES)
     by_way.slice(0, sums.shape[0], dim=0).store(sums.to(staged.dtype))
     fence_async_shared()
     store_rows(box, row, end, column, by_way)
@@ -120,6 +124,12 @@ def store_turned(parts, box, staged, first, end, column, PART: gl.constexpr):
     other."""
     store_box(parts[0].permute((1, 0)), box, staged, first, end, column, PART, 0)
     store_box(parts[1].permute((1, 0)), box, staged, first + 64, end, column, PART, 1)
+
+
+@gluon.jit
+def store_tail(sums, box, staged, first, end, column, PART: gl.constexpr, WAY: gl.constexpr):
+    """Writes 64 columns of a tile's tail, from `column` on: sums [64, rows], turned."""
+    store_box(sums.permute((1, 0)), box, staged, first, end, column, PART, WAY)
 
 
 class Waiting(NamedTuple):

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..tiling import place
+from .ring import tail_of
 
 
 class Tiles(NamedTuple):
@@ -207,7 +208,7 @@ def _place(at, tiles, PLAN: gl.constexpr):
     else:
         expert, first, end, column = place(
             tile, tiles.tile_expert, tiles.tile_row, tiles.ends,
-            COLUMNS, 0, PLAN.bm, PLAN.group_m, PLAN.listed, is_long(PLAN.k),
+            COLUMNS, 0, PLAN.bm, PLAN.group_m, PLAN.listed, is_long(PLAN.k), tail_of(PLAN),
         )  # fmt: skip
     if _halves(PLAN):
         column = gl.where(half < 0, column, COLUMNS + 2 * column + half % 2)

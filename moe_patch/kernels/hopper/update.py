@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...compat import gluon_load
-from .ring import BK, is_widened
-from .rows import load_rows
+from .ring import BK, is_widened, rows_in
+from .rows import load_parts, load_rows
 
 async_load = gluon_load()
 
@@ -24,7 +24,7 @@ class Update(NamedTuple):
     """Boxes of an update; None without one."""
 
     side: Any
-    """Rows of x A^T [S, rank], [64, 64]."""
+    """Parts of rows of x A^T [S, rank]."""
     b: Any
     """[columns, 64] of B as [E * N, rank]; beside a weight whose columns are contiguous, of rows of
     B as [E * rank, N], [64, columns]."""
@@ -35,10 +35,8 @@ def bring_side(update, ring, stage, place, r, PARTS: gl.constexpr, PLAN: gl.cons
     """Begins to load a step's rows of x A^T, from r on of the rank. The stage's barrier expects
     their bytes and those of a whole right operand."""
     full = ring.full.index(stage)
-    mbarrier.expect(full, (PLAN.bn + 64 * PARTS) * BK * 2)
-    for part in gl.static_range(PARTS):
-        left = ring.left.index(PLAN.parts * stage + part)
-        load_rows(update.side, place.first + 64 * part, place.end, r, full, left)
+    mbarrier.expect(full, (PLAN.bn + rows_in(PARTS, PLAN)) * BK * 2)
+    load_parts(update.side, ring, stage, place, r, PARTS, PLAN)
     if is_widened(PLAN):  # there is nothing to widen
         mbarrier.arrive(ring.come.index(stage), count=1)
     if PLAN.copied:  # each thread of the producer says so
