@@ -90,6 +90,14 @@ def with_updates(arguments, low, dtype, **how) -> None:
     torch.autograd.grad(out.sum(), [t for pair in low.values() for t in pair])
 
 
+def tails(transposed) -> None:
+    """Experts of 140 and 132 rows, which are one tile each."""
+    arguments = moe(DEVICE, torch.bfloat16, 272, 512, 384, 2, 1, transposed=transposed)
+    arguments["top_k_index"] = (torch.randperm(272, device=DEVICE) >= 140).long()[:, None]
+    like_float64(arguments, torch.bfloat16)
+    with_updates(arguments, low_rank(arguments, rank=72), torch.bfloat16)
+
+
 def products(size, dtype) -> None:
     arguments = moe(DEVICE, dtype, *size, routing="sentinel")
     order = expert_order(arguments["top_k_index"], size[3], dtype)
@@ -219,6 +227,7 @@ def cases() -> Iterator[Callable[[], None]]:
         yield partial(products, size, dtype)
     for transposed in layouts:  # long reductions, and many row tiles of a gradient
         yield partial(whole, (300, 3584, 1152, 2, 1), torch.bfloat16, transposed)
+        yield partial(tails, transposed)
     for router in ((40, 256, 8, 8, 4), (7, 60, 6, 5, 2)):
         yield partial(grouped_router, *router)
     for size, act, transposed in itertools.product(SIZES[:4], FORMS, layouts):
