@@ -35,7 +35,7 @@ three multiply larger ones.)"""
 class Tile:
     """One kernel configuration; `group_m` row tiles share a weight column before the next (L2).
     With ROLES warps it is of a kernel in hopper/, as far as operands allow: `bm` is then the height
-    for which the order lists tiles, and the kernel's own are of 128 rows."""
+    for which the order lists tiles, and the kernel's own are of 128 rows, perhaps with a tail."""
 
     bm: int
     bn: int
