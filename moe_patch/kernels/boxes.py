@@ -149,17 +149,13 @@ def rows_box(
     return gluon_box(pointer, dtype, sizes, (1, 1, *block), (2**34 - row, row, row, 1))
 
 
-TAIL = 16
-"""Rows that a tile of gate_up's and gemm's kernels in hopper/ may have beyond 128."""
-
-
-def parts_box(rows: Tensor) -> tuple[Any, Any]:
+def parts_box(rows: Tensor, tail: int) -> tuple[Any, Any]:
     """A `rows_box` of 64 columns of [rows, columns], for the 64 rows that each warpgroup has of a
-    tile, and one for the tile's tail."""
+    tile, and one for the tile's tail, or None where tiles have none."""
     box = functools.partial(
         rows_box, rows.data_ptr(), rows.dtype, tuple(rows.shape), stride=rows.stride(0)
     )
-    return box((64, 64)), box((TAIL, 64))
+    return box((64, 64)), box((tail, 64)) if tail else None
 
 
 @dataclass(frozen=True)

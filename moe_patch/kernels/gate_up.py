@@ -190,14 +190,15 @@ def _on_hopper(
     if save_pre:
         gate_box = box(pre.data_ptr(), stride=width)
         up_box = box(pre.data_ptr() + inner * pre.element_size(), stride=width)
-    low = update_boxes(update, weight, tile.bn)
+    tail = tail_for(weight, len(order.row_to_slot))
+    low = update_boxes(update, weight, tile.bn, tail)
     if w_box is None or act_box is None or gate_box is None or up_box is None or low is None:
         return False
     top_k = len(order.row_to_slot) // len(x)
     start = _launch_on_hopper(
         result.activation, stride_x=x.stride(0), top_k=top_k,
         weight_on_input=result.weight_on_input, save_pre=save_pre,
-        **plan_of(tile, weight, low.rank), tail=tail_for(weight, len(order.row_to_slot)),
+        **plan_of(tile, weight, low.rank), tail=tail,
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     slot_weight = result.slot_weight if result.weight_on_input else act  # which is not read

@@ -99,13 +99,13 @@ def _on_hopper(
     if order.block_m != tile.bm:
         return False
     _, n, k = weight.shape
-    x_box, tail_box = parts_box(x)
+    tail = tail_for(weight, order.row_to_slot.numel())
+    x_box, tail_box = parts_box(x, tail)
     w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
     out_box = rows_box(out.data_ptr(), out.dtype, (len(out), n), (64, 64))
-    low = update_boxes(update, weight, tile.bn)
+    low = update_boxes(update, weight, tile.bn, tail)
     if x_box is None or w_box is None or out_box is None or low is None:
         return False
-    tail = tail_for(weight, order.row_to_slot.numel())
     start = _launch_on_hopper(**plan_of(tile, weight, low.rank), tail=tail)
     programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
     start(

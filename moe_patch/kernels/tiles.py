@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..compat import has_gluon, interpreted
 from . import chips, interpreter, table
-from .boxes import TAIL
 from .launch import power_of_two
 
 INTERPRET: bool = interpreted()
@@ -29,6 +28,8 @@ W8, W4 = "_w8", "_w4"
 ROLES = 12
 """Warps of a tile of the kernels in hopper/: two warpgroups multiply, the third loads. (dw may let
 three multiply larger ones.)"""
+TAIL = 16
+"""Rows of a tail, which tiles of gate_up's and gemm's kernels in hopper/ may have beyond 128."""
 
 
 @dataclass(frozen=True)
