@@ -192,13 +192,13 @@ def _write_tail(
 ):  # fmt: skip
     """Activates the sums of a tile's tail and writes them, and, if they are kept, the sums."""
     if PLAN.save_pre:
-        store_tail(gate, result.gate, result.staged, first, end, column, ME, 0)
-        store_tail(up, result.up, result.staged, first, end, column, ME, 0)
+        store_tail(gate, result.gate, result.staged, first, end, column, ME)
+        store_tail(up, result.up, result.staged, first, end, column, ME)
     if PLAN.weight_on_input:
         scale = _weights(gate, slot_weight, row_to_slot, first, end, 1)
         gate, up = gate * scale, up * scale
     act, by_gate, by_up = glu(gate, up, GATE)
-    store_tail(act, result.act, result.staged, first, end, column, ME, 0)
+    store_tail(act, result.act, result.staged, first, end, column, ME)
 
 
 @gluon.jit

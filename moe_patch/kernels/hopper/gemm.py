@@ -115,9 +115,9 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
                 acc, one, two = multiply_tailed(
                     ring, step, STEPS, ME, writer, write_quarter, 4, PLAN
                 )
-                column = n + 64 * ME
-                store_tail(one, out, staged, first + PLAN.bm, end, column, ME, 0)
-                store_tail(two, out, staged, first + PLAN.bm, end, column + PLAN.bn // 2, ME, 1)
+                tail, column = first + PLAN.bm, n + 64 * ME
+                store_tail(one, out, staged, tail, end, column, ME)
+                store_tail(two, out, staged, tail, end, column + PLAN.bn // 2, ME)
             else:
                 acc = multiply_beside(ring, step, STEPS, part, writer, write_quarter, 4, PLAN)
             waiting = Waiting(rounded(acc, out.dtype), first + 64 * part, end, n)

@@ -127,9 +127,10 @@ def store_turned(parts, box, staged, first, end, column, PART: gl.constexpr):
 
 
 @gluon.jit
-def store_tail(sums, box, staged, first, end, column, PART: gl.constexpr, WAY: gl.constexpr):
-    """Writes 64 columns of a tile's tail, from `column` on: sums [64, rows], turned."""
-    store_box(sums.permute((1, 0)), box, staged, first, end, column, PART, WAY)
+def store_tail(sums, box, staged, first, end, column, PART: gl.constexpr):
+    """Writes 64 columns of a tile's tail, from `column` on: sums [64, rows], turned. PART has one
+    box to do so by way of."""
+    store_box(sums.permute((1, 0)), box, staged, first, end, column, PART, 0)
 
 
 class Waiting(NamedTuple):
