@@ -105,11 +105,7 @@ def in_groups(at, tiles, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
 def _tiles(rows, BM: tl.constexpr, TAIL: tl.constexpr):
     """How many tiles an expert's rows are. Rows beyond a multiple of BM are tails of the others
     where four suffice: a tail takes as long as twice its rows."""
-    tiles = (rows + BM - 1) // BM
-    if TAIL > 0:
-        over = rows % BM
-        tiles -= ((over > 0) & (over <= TAIL * tl.minimum(tiles - 1, 4))).to(tl.int32)
-    return tiles
+    return rows // BM + (rows % BM > TAIL * tl.minimum(rows // BM, 4)).to(tl.int32)
 
 
 @triton.jit
