@@ -299,7 +299,7 @@ def as_on(monkeypatch):
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("card", CARDS)
 def test_as_on_a_card(card, number, packed, device, as_on):
-    """Which kernel computes what, and in which tiles, as nothing else shows without a card."""
+    """Kernels and tiles that a card chooses, whose seams nothing else shows without one."""
     as_on(card)
     count = int(os.environ.get("MOE_PATCH_GEOMETRIES", "1"))
     sizes = {"most": 320, "tokens": 200} if packed else {"most": 640, "tokens": 400}
