@@ -616,3 +616,12 @@ def test_a_stage_is_released_before_it_was_multiplied(monkeypatch, forgetful):
 
     monkeypatch.setitem(gluon_on_cpu.FAKES, "warpgroup_mma_wait", late)
     assert wrong_somewhere(stages=2)
+
+
+@pytest.mark.parametrize("run", [gemm, lambda seed: test_gate_up(seed, "tailed")])
+def test_nobody_fences_what_threads_wrote(monkeypatch, forgetful, run):
+    """Sums on their way to TMA, and rows that cp.async copied for the tensor cores."""
+    gluon_on_cpu.forget()
+    monkeypatch.setitem(gluon_on_cpu.FAKES, "fence_async_shared", lambda: None)
+    with pytest.raises(AssertionError, match="without a fence"):
+        run(0)

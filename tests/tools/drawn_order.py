@@ -6,6 +6,8 @@ import random
 import threading
 from collections.abc import Callable
 
+import torch
+
 
 class Deadlock(AssertionError):
     """Everybody waits, and nothing is on its way."""
@@ -28,6 +30,10 @@ class Task:
         """Of TMA, that may not have read shared memory."""
         self.products: list[Callable[[], None]] = []
         """Of wgmma, that may not have been computed, which they are in this order."""
+        self.fenced = 0
+        """Number of the last write to shared memory before its last fence."""
+        self.written: list[tuple[torch.Tensor, int]] = []
+        """Its own writes since then: the memory's numbers, and the write's."""
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, args=(run,), daemon=True)
         self._thread.start()
@@ -90,6 +96,8 @@ class World:
         self.draw, self.programs, self.warps = random.Random(seed), programs, warps
         self.tasks: list[Task] = []
         self.coming: list[Callable[[], None]] = []
+        self.writes = 0
+        """How many writes to shared memory by threads there were."""
         self.named: dict[tuple[int, int], list[int]] = {}
         """Arrivals at a program's barriers with a number, and how often all have arrived."""
 

@@ -7,7 +7,8 @@ What a GPU does asynchronously happens here in an order that is drawn: copies by
 arrive some time before they are waited for, stores through TMA read shared memory some time after
 they are begun, and programs and their warpgroups take turns wherever one of them waits or begins
 something. So a box that is read before it came, or overwritten before it was read, gives wrong
-numbers with some seed, and barriers that nobody releases are a `Deadlock`. A product is computed
+numbers with some seed, and barriers that nobody releases are a `Deadlock`. Tensor cores and TMA
+that read what threads wrote, without a fence between, are an error. A product is computed
 some time before it is waited for, from what its operands in shared memory are then. Shared memory
 is NaN, or nonsense, until it is written. Reading or writing past a tensor's memory is an error.
 
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from drawn_order import World, here, once
+from drawn_order import Task, World, here, once
 from triton.experimental.gluon import language as gl
 
 from moe_patch.kernels.launch import Launch
@@ -193,23 +194,41 @@ class P:
 
 
 class Shared(_Held):
-    """Shared memory: a view of a tensor."""
+    """Shared memory: a view of a tensor.
 
-    def __init__(self, v: torch.Tensor, layout: Any) -> None:
-        self.v, self.layout = v, layout
+    `writes` has the number of the write by threads that each element is from, 0 for one by TMA.
+    Tensor cores and TMA see what threads wrote if these, or whoever reads it, have fenced since.
+    """
+
+    def __init__(self, v: torch.Tensor, layout: Any, writes: torch.Tensor) -> None:
+        self.v, self.layout, self.writes = v, layout, writes
+
+    def _view(self, of: Callable[[torch.Tensor], torch.Tensor]) -> Shared:
+        return Shared(of(self.v), self.layout, of(self.writes))
 
     def index(self, i: Any) -> Shared:
-        return Shared(self.v[int(i)], self.layout)
+        return self._view(lambda v: v[int(i)])
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
         assert int(start) + int(length) <= self.v.shape[dim]
-        return Shared(self.v.narrow(dim, int(start), int(length)), self.layout)
+        return self._view(lambda v: v.narrow(dim, int(start), int(length)))
 
     def reshape(self, shape: Any) -> Shared:
-        return Shared(self.v.view(*map(int, shape)), self.layout)
+        return self._view(lambda v: v.view(*map(int, shape)))
 
     def permute(self, order: Any) -> Shared:
-        return Shared(self.v.permute(tuple(order)), self.layout)
+        return self._view(lambda v: v.permute(tuple(order)))
+
+    def by_threads(self, task: Task) -> None:
+        """Its elements are from a write by these threads."""
+        world = task.world
+        world.writes += 1
+        self.writes.fill_(world.writes)
+        task.written.append((self.writes, world.writes))
+
+    def is_seen(self) -> None:
+        """Asserts that tensor cores and TMA see what it holds."""
+        assert int(self.writes.max()) <= here().fenced, "what threads wrote is read without a fence"
 
     def load(self, layout: Any = None) -> T:
         return T(self.v.clone(), layout)
@@ -217,6 +236,7 @@ class Shared(_Held):
     def store(self, value: T) -> None:
         assert list(value.v.shape) == self.shape and value.v.dtype == self.v.dtype
         self.v.copy_(value.v)
+        self.by_threads(here())
 
 
 class Barrier:
@@ -375,7 +395,7 @@ def _allocate(dtype: Any, shape: Any, layout: Any) -> Any:
     here().shared += v.numel() * v.element_size()
     assert here().shared <= SHARED, f"{here().shared} bytes of shared memory"
     _bits(v).fill_(float("nan") if _bits(v).dtype.is_floating_point else 0x7F)
-    return Shared(v, layout)
+    return Shared(v, layout, torch.zeros(v.shape, dtype=torch.int32))
 
 
 def _atomic_add(pointer: P, value: Any, mask: Any = None, sem: str = "") -> T:
@@ -450,6 +470,9 @@ class Later(T):
 
 def _mma(a: Any, b: Shared, acc: T, *, use_acc: bool = True, is_async: bool = False) -> T:
     task, sums = here(), Later(acc.layout)
+    for operand in (a, b):
+        if isinstance(operand, Shared):
+            operand.is_seen()
 
     def multiplies() -> None:
         product = a.v.float() @ b.v.float()
@@ -503,6 +526,7 @@ def _tma_load(box: Box, at: Any, where: Any, to: Shared, pred: Any = True) -> No
 
     def comes() -> None:
         box.read(at, to.v)
+        to.writes.zero_()
         barrier.came(to.v.numel() * to.v.element_size())
 
     here().world.coming.append(comes)
@@ -513,6 +537,7 @@ def _tma_store(box: Box, at: Any, what: Shared) -> None:
     assert box.block_shape == tuple(what.shape), (box.block_shape, what.shape)
     assert box.kind == what.v.dtype, (box.kind, what.v.dtype)
     assert box.lies_as(what), (box.layout, what.layout)
+    what.is_seen()
     task, at = here(), [int(each) for each in at]
     goes = once(lambda: box.write(at, what.v))
     task.stores.append(goes)
@@ -529,14 +554,23 @@ def _store_wait(left: int) -> None:
 
 
 def _copy(to: Shared, pointer: P, mask: Any = None) -> None:
-    at, inside = pointer.places(mask, to.shape)
+    task, (at, inside) = here(), pointer.places(mask, to.shape)
 
     def comes() -> None:
         to.v.copy_(torch.where(inside, pointer.memory[at], torch.zeros((), dtype=to.v.dtype)))
+        to.by_threads(task)
 
     copied = once(comes)
-    here().groups[-1].append(copied)
-    here().world.coming.append(copied)
+    task.groups[-1].append(copied)
+    task.world.coming.append(copied)
+
+
+def _fence() -> None:
+    task = here()
+    task.fenced = task.world.writes
+    for writes, number in task.written:
+        writes[writes == number] = 0
+    task.written.clear()
 
 
 def _copies_arrive(where: Any, increment_count: bool = True) -> None:
@@ -562,7 +596,7 @@ def _wait_group(left: int) -> None:
 
 FAKES: dict[str, Any] = {
     "gl": LANGUAGE, "tl": LANGUAGE, "async_load": _tma_load, "async_store": _tma_store,
-    "copy": _copy, "barrier": lambda: None, "fence_async_shared": lambda: None,
+    "copy": _copy, "barrier": lambda: None, "fence_async_shared": _fence,
     "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
     "tma": types.SimpleNamespace(store_wait=_store_wait),
     "async_copy": types.SimpleNamespace(
