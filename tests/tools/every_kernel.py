@@ -91,11 +91,17 @@ def with_updates(arguments, low, dtype, **how) -> None:
 
 
 def tails(transposed) -> None:
-    """Experts of 140 and 132 rows, which are one tile each."""
-    arguments = moe(DEVICE, torch.bfloat16, 272, 512, 384, 2, 1, transposed=transposed)
-    arguments["top_k_index"] = (torch.randperm(272, device=DEVICE) >= 140).long()[:, None]
-    like_float64(arguments, torch.bfloat16)
-    with_updates(arguments, low_rank(arguments, rank=72), torch.bfloat16)
+    """Experts of 140 and 132 rows, which are one tile each, in 16 bits and in 8."""
+    wide = moe(DEVICE, torch.bfloat16, 272, 512, 384, 2, 1, transposed=transposed)
+    wide["top_k_index"] = (torch.randperm(272, device=DEVICE) >= 140).long()[:, None]
+    like_float64(wide, torch.bfloat16)
+    narrow = in_fp8(wide)
+    if transposed:
+        like_float64(narrow, torch.bfloat16, inference=False)
+    else:  # the forward quantises rows
+        fused_experts(**narrow).sum().backward()
+    for arguments in (wide, narrow):
+        with_updates(arguments, low_rank(wide, rank=72), torch.bfloat16)
 
 
 def products(size, dtype) -> None:

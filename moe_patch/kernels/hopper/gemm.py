@@ -2,8 +2,7 @@
 
 A tile is 128 rows of one expert by 256 columns, or up to 144 where the expert then has one tile
 less. One warpgroup loads it through TMA, two multiply 64 rows each, and half of the columns of the
-rest. Where all 64 are past the tile's end, they are neither loaded nor multiplied. Tiles of 65 to
-96 rows may count as 96 (`_turns`), and then each warpgroup has half of the columns. As many
+rest. Where all 64 are past the tile's end, they are neither loaded nor multiplied. As many
 programs as the chip has multiprocessors share the tiles: whoever is free takes the next, so that
 the tiles at work lie close together and their operands in the L2 cache.
 """
@@ -19,11 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from .producer import bring_weight, find_nothing, produce
 from .ring import (
     BK,
-    TURNED,
     bytes_of_weight,
     multiply_beside,
     multiply_tailed,
-    multiply_turned,
     pass_over,
     ring_of,
     rows_in,
@@ -33,8 +30,8 @@ from .ring import (
 )
 from .roles import run
 from .rows import Parts, load_parts
-from .stores import Waiting, Writer, rounded, staged_for, store_tail, store_turned, write_quarter
-from .turns import is_long, tiles_of, told, turns_of
+from .stores import Waiting, Writer, rounded, staged_for, store_tail, write_quarter
+from .turns import tiles_of, told, turns_of
 from .update import Update, bring_update
 
 
@@ -61,16 +58,6 @@ class Plan(NamedTuple):
     copied: bool = False
 
 
-@gluon.constexpr_function
-def _turns(plan):
-    """Whether tiles of 65 to TURNED rows are multiplied turned: where that was seen to be faster.
-
-    Their sums do not wait for the next tile's products, so that the reduction has to be long; and
-    where experts have few rows, which an order's tiles of 64 say, memory is what limits them.
-    Weights of 8 bits were not measured."""
-    return is_long(plan.k) and plan.listed == 128 and not plan.widened
-
-
 class Operands(NamedTuple):
     """Parts of rows of x, and boxes of the weight."""
 
@@ -94,7 +81,6 @@ def _produce(operands, update, tiles, ring, turns, PLAN: gl.constexpr):
 @gluon.jit
 def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
     STEPS: gl.constexpr = steps_of(PLAN)
-    TURNS: gl.constexpr = _turns(PLAN)
     TAILS: gl.constexpr = tail_of(PLAN) > 0
     step, turn = 0, 0
     _, first, end, column = told(turns, 0)
@@ -104,13 +90,7 @@ def _consume(out, staged, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr):
         # of short tiles each warpgroup gets its share
         part = gl.where(rows > PLAN.bm, ME, (turn + ME) % PLAN.parts)
         writer = Writer(out, staged, waiting, ME, 0)
-        if TURNS and (rows > 64) & (rows <= TURNED):  # each has all rows and half of the columns
-            left, right = multiply_turned(ring, step, STEPS, ME, writer, write_quarter, 4, PLAN)
-            half = n + ME * (PLAN.bn // 2)
-            store_turned(left, out, staged, first, end, half, ME)
-            store_turned(right, out, staged, first, end, half + 64, ME)
-            waiting = Waiting(waiting.quarters, first, end * 0, n)
-        elif rows > 64 * part:
+        if rows > 64 * part:
             if TAILS and rows > PLAN.bm:
                 acc, one, two = multiply_tailed(
                     ring, step, STEPS, ME, writer, write_quarter, 4, PLAN

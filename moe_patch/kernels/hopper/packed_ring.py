@@ -97,7 +97,7 @@ def ring_of(dtype: gl.constexpr, PLAN: gl.constexpr):
     for_words: gl.constexpr = gl.NVMMASharedLayout(64, 32, 2)
     words = gl.allocate_shared_memory(gl.int32, [4 * STAGES, ROWS, STEP // 8], for_words)
     x = gl.allocate_shared_memory(dtype, [2 * STAGES, PLAN.bm, STEP // 2], for_x)
-    return with_barriers(words, x, PLAN)
+    return with_barriers(words, x, words, PLAN)
 
 
 @gluon.jit

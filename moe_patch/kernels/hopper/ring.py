@@ -26,8 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 BK = gl.constexpr(64)
-TURNED = gl.constexpr(96)
-"""Rows that `multiply_turned` multiplies."""
 PRODUCERS = gl.constexpr(128)
 """Threads of the producer: each says when what it copied has arrived."""
 
@@ -39,17 +37,8 @@ class Ring(NamedTuple):
     right: Any
     full: Any
     empty: Any
-
-
-class TailedRing(NamedTuple):
-    """A Ring of tiles that may have a tail."""
-
-    left: Any
-    right: Any
-    full: Any
-    empty: Any
     tail: Any
-    """Each stage's rows of the tail, [tail, 64]."""
+    """Each stage's rows of a tile's tail, [tail, 64]; of tiles without one, `left`."""
 
 
 class WidenedRing(NamedTuple):
@@ -59,6 +48,7 @@ class WidenedRing(NamedTuple):
     right: Any
     full: Any
     empty: Any
+    tail: Any
     raw: Any
     """Each stage's e4m3, of the shape that `right` has."""
     come: Any
@@ -122,11 +112,11 @@ def barriers_of(ARRIVALS: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def with_barriers(left, right, PLAN: gl.constexpr):
+def with_barriers(left, right, tail, PLAN: gl.constexpr):
     """A Ring of this memory, with its barriers ready."""
     ARRIVALS: gl.constexpr = (1 + PRODUCERS if PLAN.copied else 1) + is_widened(PLAN)
     full, empty = barriers_of(ARRIVALS, PLAN)
-    return Ring(left, right, full, empty)
+    return Ring(left, right, full, empty, tail)
 
 
 @gluon.jit
@@ -145,13 +135,13 @@ def ring_of(dtype: gl.constexpr, PLAN: gl.constexpr):
         right = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], layout)
     else:
         right = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], layout)
-    ring = with_barriers(left, right, PLAN)
     TAIL: gl.constexpr = tail_of(PLAN)
+    tail = left
+    if TAIL > 0:
+        tail = gl.allocate_shared_memory(dtype, [STAGES, TAIL, BK], layout)
+    ring = with_barriers(left, right, tail, PLAN)
     if is_widened(PLAN):
         return _widened(ring, PLAN)
-    elif TAIL > 0:
-        tail = gl.allocate_shared_memory(dtype, [STAGES, TAIL, BK], layout)
-        return TailedRing(ring.left, ring.right, ring.full, ring.empty, tail)
     else:
         return ring
 
@@ -165,7 +155,7 @@ def _widened(ring, PLAN: gl.constexpr):
     come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(come.index(stage), count=1)
-    return WidenedRing(ring.left, ring.right, ring.full, ring.empty, raw, come)
+    return WidenedRing(ring.left, ring.right, ring.full, ring.empty, ring.tail, raw, come)
 
 
 @gluon.jit
@@ -229,23 +219,6 @@ def _columns(right, N: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _begin_turned(ring, step, sums, HALF: gl.constexpr, PLAN: gl.constexpr):
-    """Begins to add the products of a step's stage that `multiply_turned` has."""
-    stage = wait_full(ring, step, PLAN)
-    right = ring.right.index(stage)
-    N: gl.constexpr = HALF * (PLAN.bn // 2)
-    one, two = _columns(right, N, PLAN), _columns(right, N + 64, PLAN)
-    upper = ring.left.index(PLAN.parts * stage).permute((1, 0))
-    lower = ring.left.index(PLAN.parts * stage + 1).slice(0, TURNED - 64, dim=0).permute((1, 0))
-    return (
-        warpgroup_mma(one, upper, sums[0], use_acc=True, is_async=True),
-        warpgroup_mma(one, lower, sums[1], use_acc=True, is_async=True),
-        warpgroup_mma(two, upper, sums[2], use_acc=True, is_async=True),
-        warpgroup_mma(two, lower, sums[3], use_acc=True, is_async=True),
-    )
-
-
-@gluon.jit
 def _release(ring, step, PLAN: gl.constexpr, pred=True):
     """Says that a step's stage has been read."""
     mbarrier.arrive(ring.empty.index(step % PLAN.stages), count=1, pred=pred)
@@ -306,21 +279,6 @@ def multiply_beside(
     While the first products run it does `DO(beside, i)` for i below TIMES."""
     none = (sums_of(PLAN),)
     return _reduce(ring, step, steps, none, part, _begin, beside, DO, TIMES, PLAN)[0]
-
-
-@gluon.jit
-def multiply_turned(
-    ring, step, steps, half, beside, DO: gl.constexpr, TIMES: gl.constexpr, PLAN: gl.constexpr
-):  # fmt: skip
-    """Sums as of `multiply_beside`, of a tile's first 96 rows of 128, in two parts, and half of its
-    256 columns: of the left 64 of these, and of the right, ([64, 64], [64, 32]) each, the upper
-    part's and the lower one's. Tensor cores take 64 rows at a time, but 8 columns: so the weight's
-    columns are their rows."""
-    LOWER: gl.constexpr = TURNED - 64
-    upper, lower = _zeros(64, 64, 64), _zeros(64, LOWER, LOWER)
-    none = (upper, lower, upper, lower)
-    a, b, c, d = _reduce(ring, step, steps, none, half, _begin_turned, beside, DO, TIMES, PLAN)
-    return (a, b), (c, d)
 
 
 @gluon.jit

@@ -119,14 +119,6 @@ def store_box(sums, box, staged, row, end, column, PART: gl.constexpr, WAY: gl.c
 
 
 @gluon.jit
-def store_turned(parts, box, staged, first, end, column, PART: gl.constexpr):
-    """Writes 64 columns of a tile, from `column` on: parts [64, rows], turned, one below the
-    other."""
-    store_box(parts[0].permute((1, 0)), box, staged, first, end, column, PART, 0)
-    store_box(parts[1].permute((1, 0)), box, staged, first + 64, end, column, PART, 1)
-
-
-@gluon.jit
 def store_tail(sums, box, staged, first, end, column, PART: gl.constexpr):
     """Writes 64 columns of a tile's tail, from `column` on: sums [64, rows], turned. PART has one
     box to do so by way of."""
