@@ -246,10 +246,10 @@ def _has_roles(product: Product) -> bool:
 def tail_for(weight: Tensor, slots: int) -> int:
     """How many rows tiles of gate_up's and gemm's kernels in hopper/ may have beyond 128: some
     where an expert (mean) has one tile or two, of which one less is much. Where it has many, tiles
-    of two heights made programs drift apart; but weights of 8 bits are widened anew for each tile,
-    and that takes longer than its products."""
+    of two heights made programs drift apart; but a weight of 8 bits is widened anew for each tile,
+    which takes longer than the tile's products."""
     rows = slots // len(weight)
-    return TAIL if 96 <= rows < (320 if weight.dtype.itemsize > 1 else 1024) else 0
+    return TAIL if rows >= 96 and (rows < 320 or weight.dtype.itemsize == 1) else 0
 
 
 def plan_of(tile: Tile, weight: Tensor, rank: int) -> dict[str, Any]:
