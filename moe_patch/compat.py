@@ -984,6 +984,35 @@ tensor_descriptor = functools.cache(_DESCRIPTOR.find)
 """Triton's class for TMA descriptors that the host makes."""
 
 
+_ONE_BY_ONE = "the first call takes longer: its kernels are compiled one after the other"
+_ASYNC = [
+    _name(path, why, TRITON, _ONE_BY_ONE, needed=_on_nvidia)
+    for path, why in (
+        ("triton:AsyncCompileMode", "In this context `warmup` compiles on an executor."),
+        (f"{_NVIDIA}:CudaLauncher", "Making one builds the C function that starts a kernel."),
+    )
+]
+
+
+@functools.cache
+def async_compile() -> Any:
+    """Triton's context in which `warmup` compiles on an executor; None where it has none."""
+    return None if _first_lost(_ASYNC) else _ASYNC[0].find()
+
+
+def say_one_by_one(call: str, error: Exception) -> None:
+    """Warns once that the kernels of a call could not be compiled together."""
+    warn_once(
+        f"moe_patch: {call} was not rehearsed ({type(error).__name__}: {error}), so "
+        f"{_ONE_BY_ONE}: please report this."
+    )
+
+
+def build_launcher(compiled: Any) -> None:
+    """Builds what starts a compiled kernel, as its first launch would, which finds it on disk."""
+    _ASYNC[1].find()(compiled.src, compiled.metadata)
+
+
 @torch.compiler.assume_constant_result
 def has_tensor_descriptor() -> bool:
     """Whether Triton has them; warns once where not."""

@@ -49,12 +49,20 @@ def amd(arch: str) -> Chip:
     return Chip(arch, 64 * 1024)
 
 
+def _card(device: torch.device) -> torch.device | None:
+    """The card of a device, if it has one: of meta, where calls are rehearsed, the current card."""
+    if device.type == "meta" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device if device.type == "cuda" else None
+
+
 @functools.cache
 def chip(device: torch.device) -> Chip:
     """Chip of a device; a machine may have several kinds."""
-    if device.type != "cuda":
+    card = _card(device)
+    if card is None:
         return Chip("", 1 << 20)
-    found = torch.cuda.get_device_properties(device)
+    found = torch.cuda.get_device_properties(card)
     if torch.version.hip:
         return amd(found.gcnArchName.split(":")[0])
     return nvidia(10 * found.major + found.minor, found.shared_memory_per_block_optin)
@@ -70,4 +78,5 @@ def multiprocessors(device: torch.device) -> int:
 
 def name(device: torch.device) -> str:
     """The card's, as its maker calls it; empty where there is no card."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    card = _card(device)
+    return torch.cuda.get_device_name(card) if card else ""

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..formats.packed import Packed
 from . import chips
 from .activate import gate_of, glu
+from .ahead import compiled_together
 from .decode_packed import decode_down_packed_kernel, load_codes, load_rows, packed_products
 from .launch import Launch, power_of_two
 from .tiles import INTERPRET
@@ -212,6 +213,7 @@ def _block(size: int, k: int, layout: Layout, *, choices: int = 0) -> dict[str, 
     return {"BN": bn, "BK": bk, "PARTS": parts, "STAGES": stages, "num_warps": warps}
 
 
+@compiled_together
 def decode(
     x: Tensor,
     gate_up_proj: Tensor | Packed,

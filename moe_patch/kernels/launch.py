@@ -1,16 +1,15 @@
 """Starts a kernel without Triton's argument binder, which costs more than a decode step's kernels.
 
-The first launch of a kind goes through Triton, which compiles; the next ones find the binary by
-what the arguments are and call the C function behind Triton's launcher. Tensors' dtypes,
-descriptors' dtypes and boxes, and which arguments are None: besides its constants, a binary depends
-on nothing else. Strides are among these, counts are not specialised, and unaligned pointers always
-take Triton's own way.
+The first launch of a kind goes through Triton, which compiles (`ahead`: all that its call starts);
+the next ones find the binary by what the arguments are and call the C function behind Triton's
+launcher. Tensors' dtypes, descriptors' dtypes and boxes, and which arguments are None: besides its
+constants, a binary depends on nothing else. Strides are among these, counts are not specialised,
+and unaligned pointers always take Triton's own way.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,17 +18,9 @@ from torch import Tensor
 
 from .. import compat
 from ..compat import cuda_device, cuda_stream, encoded
+from .ahead import THREAD, compile_call
 
 DIRECT: bool = compat.starts_directly()
-
-
-class _Thread(threading.local):
-    ready = False
-    """Whether CUDA knows the thread: without its context no descriptor is made, and in a new thread
-    a kernel of ours may be the first that happens on the GPU."""
-
-
-_THREAD = _Thread()
 
 
 class Launch:
@@ -50,9 +41,12 @@ class Launch:
         `args` are tensors, descriptors of `boxes`, None and non-negative counts marked
         do_not_specialize.
         """
-        if not _THREAD.ready:
+        if not THREAD.ready:
+            if THREAD.rehearsed is not None:
+                THREAD.rehearsed.append((self, grid, args))
+                return
             compat.bind_thread()
-            _THREAD.ready = True
+            THREAD.ready = True
         if not DIRECT:
             self.kernel[grid](*args, **self.constants)
             return
@@ -76,6 +70,7 @@ class Launch:
         key = tuple(kind)
         binary = self._binaries.get(key)
         if binary is None or bits & 15:
+            compile_call()
             compiled = self.kernel[grid](*args, **self.constants)
             if not bits & 15:
                 self._keep(key, compiled, args)

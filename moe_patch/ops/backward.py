@@ -16,6 +16,7 @@ order, R rank of a low-rank update. (SonicMoE, arXiv:2512.14080.)
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import on_device
+from ..kernels.ahead import compiled_together
 from ..order import ExpertOrder
 from .accumulate import Leaf, Product, gradient
 from .forward import update
@@ -62,6 +64,12 @@ class Gate(NamedTuple):
     side: Tensor | None  # [S, R]: d_out B of the second projection's update
 
 
+def _returned(kept: Kept, d_out: Tensor, need: Inputs) -> Inputs:
+    """All of `gradients`: none is left for a parameter's `.grad`."""
+    return gradients(kept._replace(gate_up_leaf=None, down_leaf=None), d_out, need)
+
+
+@functools.partial(compiled_together, rehearsal=_returned)
 def gradients(kept: Kept, d_out: Tensor, need: Inputs) -> Inputs:
     """Gradients of the inputs that `need` flags.
 

@@ -22,6 +22,7 @@ from .. import kernels
 from ..activation import parse
 from ..formats.packed import Packed
 from ..kernels import on_device
+from ..kernels.ahead import compiled_together
 from ..order import ExpertOrder
 from ..paths import ran
 from . import fp8
@@ -78,6 +79,7 @@ def forward(
         return _sorted(x, gate_up, down, routing, activation, keep)
 
 
+@compiled_together
 def _sorted(
     x: Tensor,
     gate_up: Projection,
@@ -148,6 +150,7 @@ def _multiplies_fp8(
     return plain and fp8.multiplies(x, gate_up.weight, down.weight, activation)
 
 
+@compiled_together
 def _in_fp8(
     x: Tensor,
     gate_up: Projection,

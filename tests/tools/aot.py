@@ -43,7 +43,7 @@ from moe_patch.ops.operands import Inputs, Projection
 
 gc.freeze()  # no collection of garbage looks for any in what was imported
 launcher.DIRECT = False  # on a machine with a GPU, too
-launcher._THREAD.ready = True  # nothing starts, so no thread needs CUDA's context
+launcher.THREAD.ready = True  # nothing starts, so no thread needs CUDA's context
 
 CHIPS = {
     "sm_80": (GPUTarget("cuda", 80, 32), chips.nvidia(80, 166_912)),

@@ -1,5 +1,6 @@
 """Direct launches hand the driver the same bytes as Triton's own, without a GPU: `python
-tests/tools/direct.py`. With `time`, what a block costs the host instead.
+tests/tools/direct.py`. With `time`, what a block costs the host instead; with `ahead`, which
+kernels are compiled before their call launches them.
 
 The kernels are compiled for sm_90; stub_cuda.c stands in for the driver. Tensors are the CPU's, and
 nothing is computed.
@@ -7,6 +8,7 @@ nothing is computed.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import gc
@@ -14,7 +16,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import timeit
+import warnings
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -117,7 +121,30 @@ start = launch.Launch.__call__
 
 def compare() -> None:
     """Every kernel, with and without descriptors, and of two dtypes one after the other."""
+    launch.compile_call = lambda: None  # a rehearsal has nothing to tell
     launch.Launch.__call__ = both_ways
+    run_all()
+    for name, count in sorted(compared.items()):
+        print(f"{name}: {count} launches are told to the driver as by Triton")
+
+
+def compile_ahead() -> None:
+    """Prints where each kernel was compiled; fails if a call was not rehearsed."""
+    warnings.simplefilter("error")
+    launch.DIRECT, seen = True, []
+
+    def listen(src, metadata, metadata_group, times, cache_hit):
+        on = threading.current_thread() is threading.main_thread()
+        seen.append((src.name, "in its turn" if on else "ahead"))
+
+    triton.knobs.compilation.listener = listen
+    run_all()
+    for (name, when), count in sorted(collections.Counter(seen).items()):
+        print(f"{name} {when}: {count}")
+
+
+def run_all() -> None:
+    """Forwards and backwards that launch every kernel."""
     bf16, half = torch.bfloat16, torch.float16
     many, few = (256, 384), (128, 64)  # with and without kernels in hopper/
     runs = (
@@ -152,8 +179,6 @@ def compare() -> None:
                 experts.fused_experts(**packed)
         logits = torch.randn(tokens, 2, requires_grad=True)
         routing.select_experts(logits, 1)[1].sum().backward()
-    for name, count in sorted(compared.items()):
-        print(f"{name}: {count} launches are told to the driver as by Triton")
 
 
 def time_host() -> None:
@@ -174,4 +199,4 @@ def time_host() -> None:
 
 
 if __name__ == "__main__":
-    time_host() if sys.argv[1:] == ["time"] else compare()
+    {"time": time_host, "ahead": compile_ahead}.get(sys.argv[-1], compare)()
