@@ -69,11 +69,12 @@ class Launch:
             values.append(arg)
         key = tuple(kind)
         binary = self._binaries.get(key)
-        if binary is None or bits & 15:
+        if bits & 15:
+            self.kernel[grid](*args, **self.constants)
+            return
+        if binary is None:
             compile_call()
-            compiled = self.kernel[grid](*args, **self.constants)
-            if not bits & 15:
-                self._keep(key, compiled, args)
+            self._keep(key, self.kernel[grid](*args, **self.constants), args)
             return
         start, function, settings, boxes, unread, packed = binary
         for at, name, meta in boxes:  # from the last to the first
