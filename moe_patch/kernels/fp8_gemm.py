@@ -26,10 +26,10 @@ from .tiles import INTERPRET, block_m
 from .tiling import place
 
 
-@triton.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os", "groups"])
+@triton.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os"])
 def fp8_gemm_kernel(
     x, w, x_scale, w_scale, out, out_scale, pre, ends, tile_expert, tile_row, num_tiles,
-    stride_xs, stride_xg, stride_os, groups,
+    stride_xs, stride_xg, stride_os,
     N: tl.constexpr, K: tl.constexpr, M_MAX: tl.constexpr,
     GATE: tl.constexpr, SAVE_PRE: tl.constexpr,
     INTERPRET: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr,
@@ -120,16 +120,17 @@ def _beside_stages(results: Tensor | None) -> int:
 
 @functools.lru_cache(1024)
 def _prepared(
-    hopper: bool, n: int, k: int, m_max: int, bm: int, stages: int, activation: str | None,
-    save_pre: bool, ptx: bool,
+    hopper: bool, shape: tuple[int, int, int], m_max: int, bm: int, stages: int,
+    activation: str | None, save_pre: bool, ptx: bool,
 ) -> tuple[Launch, int]:  # fmt: skip
-    """(a launch, columns of the result from one tile to the next)."""
+    """(a launch for a weight of that shape, columns of the result from one tile to the next)."""
+    _, n, k = shape
     gate = gate_of(activation, ptx) if activation else None
     group_m = 16 if k > 4096 else 8
     if hopper:
         from .hopper.fp8 import fp8_hopper_kernel, plan
 
-        sizes = plan(n, k, m_max, gate is not None, group_m, stages)
+        sizes = plan(shape, m_max, gate is not None, group_m, stages)
         constants = dict(PLAN=sizes, GATE=gate, SAVE_PRE=save_pre)
         return Launch(fp8_hopper_kernel, **constants, num_warps=4), sizes.bn
     launch = Launch(
@@ -159,7 +160,7 @@ def fp8_gemm(
     [E, N, K] and weight_scale float32 [E, ceil(N / 128), ceil(K / 128)], contiguous. With
     `activation` N is a multiple of 256: gates first. Other rows of the result are not written.
     """
-    (slots, columns), (experts, n, _) = x.shape, weight.shape
+    slots, (experts, n, _) = len(x), weight.shape
     scale = None
     if activation:
         out = x.new_empty(slots, n // 2)
@@ -181,8 +182,8 @@ def fp8_gemm(
         tiles = experts * cdiv(m_max, bm)
     other = _beside_stages(None if activation else out) if boxes else 4096
     start, width = _prepared(
-        boxes is not None, n, columns, m_max, bm, _stages(bm, other, x.device), activation,
-        pre is not None, chips.chip(x.device).ptx,
+        boxes is not None, tuple(weight.shape), m_max, bm, _stages(bm, other, x.device),
+        activation, pre is not None, chips.chip(x.device).ptx,
     )  # fmt: skip
     count = tiles * cdiv(n // 2 if activation else n, width)
     strides = *x_scale.stride(), 0 if scale is None else scale.stride(1)
@@ -193,8 +194,7 @@ def fp8_gemm(
         start(
             (min(2 * count, chips.multiprocessors(x.device)),),  # a tile may be two programs'
             rows, lines, *scales, result or out, scale, pre, taken, ends, *listed, *strides,
-            experts,
         )  # fmt: skip
     else:
-        start((count,), x, weight, *scales, out, scale, pre, ends, *listed, *strides, experts)
+        start((count,), x, weight, *scales, out, scale, pre, ends, *listed, *strides)
     return out, scale

@@ -49,8 +49,9 @@ class Plan(NamedTuple):
     bn: int
     shift: int
     """Lines of the weight from a tile's left part to its right."""
+    experts: int
     m_max: int
-    """Rows an expert has, masked; 0: rows in expert order."""
+    """Rows that each of so many experts may have, masked; 0, 0: rows in expert order."""
     group_m: int
     stages: int
     listed: int = 128
@@ -92,10 +93,14 @@ class Result(NamedTuple):
     stride_scale: Any
 
 
-def plan(n: int, k: int, m_max: int, activate: bool, group_m: int, stages: int) -> Plan:
+def plan(
+    weight: tuple[int, int, int], m_max: int, activate: bool, group_m: int, stages: int
+) -> Plan:
     """Return the Plan of a product [S, k] x [E, n, k], whose columns `activate` takes in pairs."""
+    experts, n, k = weight
     columns, bn, shift = (n // 2, 128, n // 2) if activate else (n, 256, 128)
-    return Plan(columns, k, n, bn, shift, m_max, group_m, stages, halves=not activate)
+    masked = experts if m_max else 0, m_max
+    return Plan(columns, k, n, bn, shift, *masked, group_m, stages, halves=not activate)
 
 
 @gluon.jit
@@ -113,8 +118,8 @@ def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.
 
 
 @gluon.jit
-def _produce(operands, listed, groups, ring, turns, PLAN: gl.constexpr):
-    tiles = tiles_of(*listed, PLAN, groups)
+def _produce(operands, listed, ring, turns, PLAN: gl.constexpr):
+    tiles = tiles_of(*listed, PLAN)
     produce(operands, operands, tiles, ring, turns, find_nothing, _bring, _bring, PLAN)
 
 
@@ -217,10 +222,10 @@ def _activated(gate, up, result, tile, I: gl.constexpr, GATE: gl.constexpr):
     gl.store(result.out + at, quantised, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os", "groups"])
+@gluon.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os"])
 def fp8_hopper_kernel(
     x, w, x_scale, w_scale, out, out_scale, pre, taken, ends, tile_expert, tile_row,
-    num_tiles, stride_xs, stride_xg, stride_os, groups,
+    num_tiles, stride_xs, stride_xg, stride_os,
     PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
     """x [S, K] and w [E * N, K] as boxes [128, 128]. GATE None: the product is stored as it is,
@@ -237,7 +242,7 @@ def fp8_hopper_kernel(
         [
             (_consume, (result, ring, turns, 0, PLAN, GATE, SAVE_PRE)),
             (_consume, (result, ring, turns, 1, PLAN, GATE, SAVE_PRE)),
-            (_produce, (operands, listed, groups, ring, turns, PLAN)),
+            (_produce, (operands, listed, ring, turns, PLAN)),
             (_produce_scales, (scales, ring, turns, PLAN)),
         ],
         [4, 1, 1],

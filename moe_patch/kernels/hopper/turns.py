@@ -23,12 +23,12 @@ from .ring import tail_of
 
 class Tiles(NamedTuple):
     """An ExpertOrder's tiles inside a kernel, and how many they are; or masked ones, which no list
-    has: all three tensors are then how many rows each of `experts` has."""
+    has: `ends` is then each expert's rows, in registers, and `tile_expert` the tiles up to its
+    last."""
 
     ends: Any
     tile_expert: Any
     tile_row: Any
-    experts: Any
     total: Any
     halved: Any
     """How many of the last ones are two turns each, of half their columns."""
@@ -151,25 +151,34 @@ def _row_tiles(rows, PLAN: gl.constexpr):
     return (rows + PLAN.bm - 1) // PLAN.bm
 
 
-@gluon.jit
-def _tiles_of_each(ends, experts, begin, PLAN: gl.constexpr):
-    """Numbers of masked tiles of as many experts as there are threads, from `begin` on."""
-    expert = begin + _threads()
-    rows = gl.minimum(gl.load(ends + expert, mask=expert < experts, other=0), _masked_rows(PLAN))
-    return _row_tiles(gl.maximum(rows, 0), PLAN) * column_tiles(PLAN)
+@gluon.constexpr_function
+def _masked_experts(plan):
+    """How many experts there are, or a few more, as many numbers as registers of a warp hold."""
+    return max(32, 1 << (plan.experts - 1).bit_length())
 
 
 @gluon.jit
-def tiles_of(ends, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr, experts=0):
-    """Tiles of a product: of an order, or, masked, of `ends` and `experts` alone."""
+def _experts(PLAN: gl.constexpr):
+    """Numbers of masked experts, those of a thread in a row."""
+    EXPERTS: gl.constexpr = _masked_experts(PLAN)
+    by: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [gl.num_warps()], [0])
+    return gl.arange(0, EXPERTS, by)
+
+
+@gluon.jit
+def tiles_of(ends, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr):
+    """Tiles of a product: of an order, or, masked, of how many rows `ends` says that each expert
+    has, clamped to what it can have."""
     if _masked_rows(PLAN) > 0:
-        total = experts * 0
-        for begin in range(0, experts, 32 * gl.num_warps()):
-            total += gl.sum(_tiles_of_each(ends, experts, begin, PLAN), axis=0)
-        return Tiles(ends, ends, ends, experts, total, _halved(total, PLAN))
+        expert = _experts(PLAN)
+        rows = gl.load(ends + expert, mask=expert < PLAN.experts, other=0)
+        rows = gl.maximum(gl.minimum(rows, _masked_rows(PLAN)), 0)
+        past = tl.cumsum(_row_tiles(rows, PLAN) * column_tiles(PLAN), 0)
+        total = gl.max(past, axis=0)
+        return Tiles(rows, past, past, total, _halved(total, PLAN))
     else:
         total = gl.load(num_tiles) * column_tiles(PLAN)
-        return Tiles(ends, tile_expert, tile_row, experts, total, _halved(total, PLAN))
+        return Tiles(ends, tile_expert, tile_row, total, _halved(total, PLAN))
 
 
 @gluon.jit
@@ -183,13 +192,10 @@ def _masked_place(at, tiles, PLAN: gl.constexpr):
     """(expert, first row, the row after its last, column tile) of tile `at`. An expert's row tiles
     stand together, so that they read a weight's columns at the same time."""
     M_MAX: gl.constexpr = _masked_rows(PLAN)
-    expert, before, total = at * 0, at * 0, at * 0
-    for begin in range(0, tiles.experts, 32 * gl.num_warps()):
-        past = total + tl.cumsum(_tiles_of_each(tiles.ends, tiles.experts, begin, PLAN), 0)
-        expert += gl.sum((past <= at).to(gl.int32), axis=0)
-        before = gl.maximum(before, gl.max(gl.where(past <= at, past, 0), axis=0))
-        total = gl.max(past, axis=0)
-    rows = gl.minimum(gl.load(tiles.ends + expert), M_MAX)
+    past = tiles.tile_expert
+    expert = gl.sum((past <= at).to(gl.int32), axis=0)
+    before = gl.max(gl.where(past <= at, past, 0), axis=0)
+    rows = gl.sum(gl.where(_experts(PLAN) == expert, tiles.ends, 0), axis=0)
     high = _row_tiles(rows, PLAN)
     first = expert * M_MAX + (at - before) % high * PLAN.bm
     return expert, first, expert * M_MAX + rows, (at - before) // high
