@@ -50,7 +50,8 @@ def amd(arch: str) -> Chip:
 
 
 def _card(device: torch.device) -> torch.device | None:
-    """The card of a device, if it has one: of meta, where calls are rehearsed, the current card."""
+    """The card of a device, if it has one; of meta, where calls are rehearsed, the current card. It
+    is asked once: where cards differ, some of what is compiled ahead is not needed."""
     if device.type == "meta" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device if device.type == "cuda" else None
