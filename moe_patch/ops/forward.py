@@ -150,7 +150,6 @@ def _multiplies_fp8(
     return plain and fp8.multiplies(x, gate_up.weight, down.weight, activation)
 
 
-@compiled_together
 def _in_fp8(
     x: Tensor,
     gate_up: Projection,

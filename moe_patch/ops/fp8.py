@@ -14,6 +14,7 @@ from .. import kernels
 from ..activation import Activation, parse
 from ..formats.scaled import E4M3, SCALES, blocks, check_scaled
 from ..kernels import on_device, op, require
+from ..kernels.ahead import compiled_together
 from ..order import ExpertOrder
 from .grouped import group_order, rows_contiguous, sort
 from .routing import select_experts
@@ -335,6 +336,7 @@ def experts(
         )  # fmt: skip
 
 
+@compiled_together
 def forward(
     x: Tensor,
     gate_up_proj: Tensor,
