@@ -8,6 +8,7 @@ launches of the call itself find it.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 import threading
@@ -70,8 +71,8 @@ def compile_call() -> None:
     threads = min(8, os.cpu_count() or 1)
     if call is None or threads < 2 or not compat.async_compile():
         return
-    try:
-        _compile(_rehearsed(call), threads)
+    try:  # in a context of its own, in which an interrupt may leave Triton's mode
+        contextvars.copy_context().run(_compile, _rehearsed(call), threads)
     except Exception as error:
         compat.say_one_by_one(call.function.__name__, error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import pytest
@@ -34,15 +35,21 @@ class Launch:
         self.compiled.append((args, grid, constants))
 
 
+ACTIVE: ContextVar[bool] = ContextVar("active", default=False)
+
+
 class Mode:
+    """Triton's: it is left on if an interrupt meets its end."""
+
     def __init__(self, pool, ignore_errors):
         assert ignore_errors
 
     def __enter__(self):
-        return self
+        ACTIVE.set(True)
 
-    def __exit__(self, *_):
-        pass
+    def __exit__(self, *raised):
+        if not any(raised):
+            ACTIVE.set(False)
 
 
 @pytest.fixture
@@ -103,6 +110,16 @@ def test_a_call_that_cannot_be_rehearsed_goes_on(launch):
     with pytest.warns(UserWarning, match="call was not rehearsed .*one after the other"):
         assert call(torch.ones(1)) == 1
     assert not launch.compiled and THREAD.rehearsed is None and THREAD.call is None
+
+
+def test_an_interrupt_leaves_nothing_on(launch, monkeypatch):
+    def interrupted(*args, grid, **constants):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "warmup", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        compiled_together(launch)(torch.zeros(3))
+    assert not ACTIVE.get() and THREAD.rehearsed is None and THREAD.call is None
 
 
 def test_nothing_is_rehearsed_on_one_core(launch, monkeypatch):
