@@ -47,16 +47,16 @@ class _Thread(threading.local):
 THREAD = _Thread()
 
 
-def compiled_together(function: Function, rehearsal: Callable[..., Any] | None = None) -> Function:
+def compiled_together(function: Function) -> Function:
     """A function of tensors, as it is, but for its launches, which are compiled together.
 
-    It does not read on the host what a kernel wrote. `rehearsal` is called in its place to see what
-    it launches, if the function changes something besides the tensors that it makes.
+    It does not read on the host what a kernel wrote, and what it changes besides tensors that it
+    makes, as a parameter's `.grad`, it reaches through its arguments alone.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        outer, THREAD.call = THREAD.call, _Call(rehearsal or function, args, kwargs)
+        outer, THREAD.call = THREAD.call, _Call(function, args, kwargs)
         try:
             return function(*args, **kwargs)
         finally:

@@ -16,7 +16,6 @@ order, R rank of a low-rank update. (SonicMoE, arXiv:2512.14080.)
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -64,12 +63,7 @@ class Gate(NamedTuple):
     side: Tensor | None  # [S, R]: d_out B of the second projection's update
 
 
-def _returned(kept: Kept, d_out: Tensor, need: Inputs) -> Inputs:
-    """All of `gradients`: none is left for a parameter's `.grad`."""
-    return gradients(kept._replace(gate_up_leaf=None, down_leaf=None), d_out, need)
-
-
-@functools.partial(compiled_together, rehearsal=_returned)
+@compiled_together
 def gradients(kept: Kept, d_out: Tensor, need: Inputs) -> Inputs:
     """Gradients of the inputs that `need` flags.
 

@@ -142,7 +142,14 @@ def compile_ahead() -> None:
         warnings.simplefilter("error")
         run_all()
         experts.fused_experts(**given)
-    triton.knobs.compilation.listener = None
+        triton.knobs.compilation.listener = None
+        trained = moe("cpu", torch.float16, 90, 128, 64, 2, 1)
+        leaves = [t for t in trained.values() if t.requires_grad]
+        for leaf in leaves:
+            leaf.grad = torch.zeros_like(leaf)
+        before = [leaf.grad for leaf in leaves]
+        experts.fused_experts(**trained).sum().backward()
+        assert all(leaf.grad is grad for leaf, grad in zip(leaves, before, strict=True))
     launch.compile_call = None  # nothing is missing any more, and what is unaligned stays Triton's
     given["hidden_states"] = torch.zeros(90 * 128 + 1, dtype=torch.bfloat16)[1:].view(90, 128)
     experts.fused_experts(**given)
