@@ -120,17 +120,17 @@ def _beside_stages(results: Tensor | None) -> int:
 
 @functools.lru_cache(1024)
 def _prepared(
-    hopper: bool, shape: tuple[int, int, int], m_max: int, bm: int, stages: int,
+    hopper: bool, n: int, k: int, experts: int, m_max: int, bm: int, stages: int,
     activation: str | None, save_pre: bool, ptx: bool,
 ) -> tuple[Launch, int]:  # fmt: skip
-    """(a launch for a weight of that shape, columns of the result from one tile to the next)."""
-    _, n, k = shape
+    """(a launch, columns of the result from one tile to the next). Not masked: 0 experts, whose
+    number it does not depend on, and m_max 0."""
     gate = gate_of(activation, ptx) if activation else None
     group_m = 16 if k > 4096 else 8
     if hopper:
         from .hopper.fp8 import fp8_hopper_kernel, plan
 
-        sizes = plan(shape, m_max, gate is not None, group_m, stages)
+        sizes = plan(n, k, experts, m_max, gate is not None, group_m, stages)
         constants = dict(PLAN=sizes, GATE=gate, SAVE_PRE=save_pre)
         return Launch(fp8_hopper_kernel, **constants, num_warps=4), sizes.bn
     launch = Launch(
@@ -160,7 +160,7 @@ def fp8_gemm(
     [E, N, K] and weight_scale float32 [E, ceil(N / 128), ceil(K / 128)], contiguous. With
     `activation` N is a multiple of 256: gates first. Other rows of the result are not written.
     """
-    slots, (experts, n, _) = len(x), weight.shape
+    (slots, k), (experts, n, _) = x.shape, weight.shape
     scale = None
     if activation:
         out = x.new_empty(slots, n // 2)
@@ -182,7 +182,7 @@ def fp8_gemm(
         tiles = experts * cdiv(m_max, bm)
     other = _beside_stages(None if activation else out) if boxes else 4096
     start, width = _prepared(
-        boxes is not None, tuple(weight.shape), m_max, bm, _stages(bm, other, x.device),
+        boxes is not None, n, k, experts if m_max else 0, m_max, bm, _stages(bm, other, x.device),
         activation, pre is not None, chips.chip(x.device).ptx,
     )  # fmt: skip
     count = tiles * cdiv(n // 2 if activation else n, width)

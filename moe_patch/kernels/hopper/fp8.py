@@ -94,13 +94,11 @@ class Result(NamedTuple):
 
 
 def plan(
-    weight: tuple[int, int, int], m_max: int, activate: bool, group_m: int, stages: int
+    n: int, k: int, experts: int, m_max: int, activate: bool, group_m: int, stages: int
 ) -> Plan:
     """Return the Plan of a product [S, k] x [E, n, k], whose columns `activate` takes in pairs."""
-    experts, n, k = weight
     columns, bn, shift = (n // 2, 128, n // 2) if activate else (n, 256, 128)
-    masked = experts if m_max else 0, m_max
-    return Plan(columns, k, n, bn, shift, *masked, group_m, stages, halves=not activate)
+    return Plan(columns, k, n, bn, shift, experts, m_max, group_m, stages, halves=not activate)
 
 
 @gluon.jit
