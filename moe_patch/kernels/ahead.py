@@ -32,14 +32,14 @@ class _Call(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What a thread is about, for `launch`, too."""
+    """State of a thread; `launch` reads it, too."""
 
     ready = False
     """Whether launches go to the GPU. Before, CUDA has to know the thread: without its context no
     descriptor is made, and in a new thread a kernel of ours may be the first that happens on the
     GPU. Nor is a thread ready that rehearses."""
     call: _Call | None = None
-    """The one at work, until it is rehearsed."""
+    """Call at work, until it is rehearsed."""
     rehearsed: list[tuple[Any, tuple[int, ...], tuple[Any, ...]]] | None = None
     """A rehearsal's launches, each with its grid and arguments, which start nothing."""
 
@@ -101,7 +101,7 @@ def _rehearsed(call: _Call) -> list[Any]:
 
 
 def _hollow(value: Any) -> Any:
-    """The same without memory, inside tuples and dataclasses, too."""
+    """A value with tensors that have no memory, inside tuples and dataclasses, too."""
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, tuple):

@@ -244,10 +244,10 @@ def _has_roles(product: Product) -> bool:
 
 
 def tail_for(weight: Tensor, slots: int) -> int:
-    """How many rows tiles of gate_up's and gemm's kernels in hopper/ may have beyond 128: some
-    where an expert (mean) has one tile or two, of which one less is much. Where it has many, tiles
-    of two heights made programs drift apart; but a weight of 8 bits is widened anew for each tile,
-    which takes longer than the tile's products."""
+    """Rows that tiles of gate_up's and gemm's kernels in hopper/ may have beyond 128: some where an
+    expert (mean) has one tile or two, of which one less is much. Where it has many, tiles of two
+    heights made programs drift apart; but a weight of 8 bits is widened anew for each tile, which
+    takes longer than the tile's products."""
     rows = slots // len(weight)
     return TAIL if rows >= 96 and (rows < 320 or weight.dtype.itemsize == 1) else 0
 

@@ -103,7 +103,7 @@ def in_groups(at, tiles, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _tiles(rows, BM: tl.constexpr, TAIL: tl.constexpr):
-    """How many tiles an expert's rows are. Rows beyond a multiple of BM are tails of the others
+    """Number of tiles of an expert's rows. Those beyond a multiple of BM are tails of the others
     where four suffice: a tail takes as long as twice its rows."""
     return rows // BM + (rows % BM > TAIL * tl.minimum(rows // BM, 4)).to(tl.int32)
 

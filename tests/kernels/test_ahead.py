@@ -34,8 +34,10 @@ class Launch:
 
     def warmup(self, *args, grid, **constants):
         self.compiled.append((args, grid, constants))
+        return constants
 
 
+BUILT: list[object] = []
 ACTIVE: ContextVar[bool] = ContextVar("active", default=False)
 
 
@@ -56,7 +58,9 @@ class Mode:
 @pytest.fixture
 def launch(monkeypatch):
     monkeypatch.setattr(ahead.compat, "async_compile", lambda: Mode)
+    monkeypatch.setattr(ahead.compat, "build_launcher", BUILT.append)
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
+    BUILT.clear()
     return Launch()
 
 
@@ -75,6 +79,7 @@ def test_what_a_call_launches_is_compiled_at_its_first_launch(launch):
     assert codes.is_meta and codes.dtype == torch.uint8 and codes.shape == weight.codes.shape
     assert grid == (1,) and constants == {"N": 4}
     assert launch.compiled[1:] == [((None, 3), (1,), {"N": 4})]  # once, though two were missing
+    assert BUILT == [{"N": 4}] * 2
 
 
 def test_a_call_in_a_call_is_the_one_that_is_rehearsed(launch):
@@ -115,6 +120,15 @@ def test_a_call_that_cannot_be_rehearsed_goes_on(launch):
     with pytest.warns(UserWarning, match="call was not rehearsed .*one after the other"):
         assert call(torch.ones(1)) == 1
     assert not launch.compiled and THREAD.rehearsed is None and THREAD.call is None
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_thread_is_ready_afterwards_if_it_was_before(launch, monkeypatch, ready):
+    monkeypatch.setattr(THREAD, "ready", ready)
+    seen = []
+    call = compiled_together(lambda: (seen.append(THREAD.ready), launch()))
+    call()
+    assert seen == [ready, False] and THREAD.ready == ready
 
 
 def test_an_interrupt_leaves_nothing_on(launch, monkeypatch):

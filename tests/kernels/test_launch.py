@@ -45,7 +45,7 @@ def test_descriptors_are_kept_and_keep_nothing(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_without_a_driver():
-    """It is told what Triton tells it, and the kernels of a call are compiled together."""
+    """Kernels start as Triton starts them, and those of a call are compiled together."""
     script = Path(__file__).resolve().parents[1] / "tools" / "direct.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr

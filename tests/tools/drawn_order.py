@@ -33,7 +33,7 @@ class Task:
         self.fenced = 0
         """Number of the last write to shared memory before its last fence."""
         self.written: list[tuple[torch.Tensor, int]] = []
-        """Its own writes since then: the memory's numbers, and the write's."""
+        """Writes of its own since then: numbers of the memory, and of the write."""
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, args=(run,), daemon=True)
         self._thread.start()
@@ -97,7 +97,7 @@ class World:
         self.tasks: list[Task] = []
         self.coming: list[Callable[[], None]] = []
         self.writes = 0
-        """How many writes to shared memory by threads there were."""
+        """Number of writes to shared memory by threads so far."""
         self.named: dict[tuple[int, int], list[int]] = {}
         """Arrivals at a program's barriers with a number, and how often all have arrived."""
 

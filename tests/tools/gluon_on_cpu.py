@@ -220,7 +220,7 @@ class Shared(_Held):
         return self._view(lambda v: v.permute(tuple(order)))
 
     def by_threads(self, task: Task) -> None:
-        """Its elements are from a write by these threads."""
+        """Says that these threads have just written its elements."""
         world = task.world
         world.writes += 1
         self.writes.fill_(world.writes)

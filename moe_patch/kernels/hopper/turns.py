@@ -153,7 +153,7 @@ def _row_tiles(rows, PLAN: gl.constexpr):
 
 @gluon.constexpr_function
 def _masked_experts(plan):
-    """How many experts there are, or a few more, as many numbers as registers of a warp hold."""
+    """Number of experts, or of a few more, so that each thread of a warp has as many."""
     return max(32, 1 << (plan.experts - 1).bit_length())
 
 
