@@ -94,10 +94,11 @@ def height(slots: int, num_experts: int, device: torch.device) -> int:
     return 128 if _hopper(device) else min(64, block_m(slots, num_experts, torch.float8_e4m3fn))
 
 
-def _boxes(x: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Any, Any, Any] | None:
-    """Boxes of rows, of the weight and of the result (None: it is quantised), if all are lawful."""
+def _boxes(x: Tensor, weight: Tensor, out: Tensor | None, high: int) -> tuple[Any, Any, Any] | None:
+    """Boxes of `high` rows, of the weight and of the result (None: it is quantised), if all are
+    lawful."""
     experts, n, k = weight.shape
-    rows = gluon_box(x.data_ptr(), x.dtype, tuple(x.shape), (BLOCK, BLOCK))
+    rows = gluon_box(x.data_ptr(), x.dtype, tuple(x.shape), (high, BLOCK))
     lines = gluon_box(weight.data_ptr(), x.dtype, (experts * n, k), (BLOCK, BLOCK))
     result = out
     if out is not None:
@@ -171,7 +172,7 @@ def fp8_gemm(
         return out, scale
     boxes = None
     if _hopper(x.device) and (masked_m is not None or order.block_m == 128):
-        boxes = _boxes(x, weight, None if activation else out)
+        boxes = _boxes(x, weight, None if activation else out, 128 if masked_m is None else 64)
     if masked_m is None:
         bm, m_max, ends = order.block_m, 0, order.expert_offsets
         tiles = order.tile_expert.numel()

@@ -441,14 +441,19 @@ def test_fp8(monkeypatch, masked, activated, seed):
         (9, [77, 0, 128], True, 4),
         (40, [200, 130, 64], True, 10),
         (19, [200, 130, 64], True, 0),
+        (3, [77, 0, 128], True, 4),
+        (1, [64, 64, 64], True, 6),
+        (3, [77, 0, 129], True, 0),
     ],
 )
 def test_fp8_halves_tiles(monkeypatch, loads, programs, rows, masked, halved):
-    """A last round has one or two tiles, or there are more programs than tiles. The last column
-    tile has no right part."""
+    """A last round has one or two tiles, or there are more programs than tiles, or each masked
+    expert has one row tile. The last column tile has no right part."""
     torch.manual_seed(0)
     fp8_on_hopper(monkeypatch, programs)
-    tiles = 2 * sum(-(-count // 128) for count in rows)
+    parts = [[min(128, c - at) for at in range(0, c, 128)] for c in rows]
+    # each tile's boxes of rows
+    boxes = [-(-high // 64) if masked else 1 for tiles in parts for high in 2 * tiles]
     expert = torch.arange(len(rows)).repeat_interleave(200 if masked else torch.tensor(rows))
     if masked:
         how = {"masked_m": torch.tensor(rows, dtype=torch.int32)}
@@ -464,7 +469,9 @@ def test_fp8_halves_tiles(monkeypatch, loads, programs, rows, masked, halved):
         with on_cpu(seed):
             fp8_gemm.fp8_gemm(*operands, out=out.fill_(7.0), **how)
         # rows and two parts of the weight in each of three steps, or rows and one part, twice
-        assert len(loads) == 3 * (3 * tiles + halved)
+        whole = len(boxes) - halved
+        of_tiles = [b + 2 for b in boxes[:whole]] + [2 * b + 2 for b in boxes[whole:]]
+        assert len(loads) == 3 * sum(of_tiles)
         assert fp8_close(out[inside], truth[inside])
         assert bool((out[~inside] == 7).all())
         assert masked or not order.taken.item()
@@ -499,8 +506,8 @@ def test_masked_fp8_of_any_sizes(monkeypatch, seed):
 
 @pytest.mark.parametrize("experts", [4, 70])
 def test_masked_tiles_are_dealt_evenly(monkeypatch, loads, experts):
-    """Four experts with 100 of 200 rows have two tiles each, of which 8 programs have one each,
-    whether or not 66 experts before and between them have no rows."""
+    """Four experts with 100 of 200 rows have four halves of tiles each, of which 8 programs have
+    two each, whether or not 66 experts before and between them have no rows."""
     torch.manual_seed(0)
     fp8_on_hopper(monkeypatch, 8)
     counts = torch.zeros(experts, dtype=torch.int32)
@@ -509,8 +516,8 @@ def test_masked_tiles_are_dealt_evenly(monkeypatch, loads, experts):
     out = torch.empty(experts * 200, 512, dtype=torch.bfloat16)
     with on_cpu():
         fp8_gemm.fp8_gemm(*operands, masked_m=counts.flip(0), out=out)
-    # rows and two parts of the weight in each of two steps
-    assert Counter(loads) == dict.fromkeys(range(8), 2 * 3)
+    # two boxes of rows and one part of the weight in each of two steps
+    assert Counter(loads) == dict.fromkeys(range(8), 2 * 2 * 3)
 
 
 @pytest.mark.parametrize("rows", [[60, 60, 60, 60], [20, 20, 180, 20]], ids=["even", "large"])

@@ -24,16 +24,19 @@ from .fp8_sums import (
     LANES,
     begin,
     close_section,
+    columns_in,
+    deeper,
     multiply,
     no_product,
     open_section,
     ring_of,
+    rows_in,
     tile_of,
 )
 from .producer import find_nothing, produce
 from .ring import pass_over, wait_empty
 from .stores import in_halves, staged_for, store, store_box
-from .turns import columns_of, tiles_of, told, turns_of
+from .turns import columns_of, posted, tiles_of, told, turns_of
 
 async_load, copy = gluon_load(), gluon_copy()
 
@@ -62,12 +65,17 @@ class Plan(NamedTuple):
     copied: bool = True
     halves: bool = False
     """Whether tiles may be halved; not where a tile's parts belong together."""
+    column_parts: int = 2
+    """Column parts that a stage has room for."""
+    deep: int = 0
+    """How many stages there are if all tiles are halved, with one column part each; 0: as many as
+    else, with two."""
     listeners: int = 3
     """Both warpgroups, and the warp that copies scales."""
 
 
 class Operands(NamedTuple):
-    """Boxes [128, 128] of rows and of a weight's lines."""
+    """Boxes of rows, [128, 128] or, masked, [64, 128], and [128, 128] of a weight's lines."""
 
     x: Any
     w: Any
@@ -98,31 +106,72 @@ def plan(
 ) -> Plan:
     """Return the Plan of a product [S, k] x [E, n, k], whose columns `activate` takes in pairs."""
     columns, bn, shift = (n // 2, 128, n // 2) if activate else (n, 256, 128)
-    return Plan(columns, k, n, bn, shift, experts, m_max, group_m, stages, halves=not activate)
+    # scales of more have no room beside; memory for three squares each is enough for two each
+    deep = min(stages + 1, 3 * stages // 2) if m_max and not activate else 0
+    return Plan(
+        columns, k, n, bn, shift, experts, m_max, group_m, stages, halves=not activate, deep=deep
+    )
 
 
 @gluon.jit
 def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
+    ROWS: gl.constexpr = 64 * PARTS if PLAN.m_max > 0 else PLAN.bm
     full = ring.full.index(stage)
     n, is_half = columns_of(place.column, PLAN)
     line = place.expert * PLAN.lines + n
-    if PLAN.halves and is_half:
-        mbarrier.expect(full, (PLAN.bm + BLOCK) * BLOCK)
+    if PLAN.column_parts == 1 or (PLAN.halves and is_half):
+        mbarrier.expect(full, (ROWS + BLOCK) * BLOCK)
     else:
-        mbarrier.expect(full, (PLAN.bm + 2 * BLOCK) * BLOCK)
-        async_load(operands.w, [line + PLAN.shift, k], full, ring.w.index(2 * stage + 1))
-    async_load(operands.x, [place.first, k], full, ring.x.index(stage))
-    async_load(operands.w, [line, k], full, ring.w.index(2 * stage))
+        mbarrier.expect(full, (ROWS + 2 * BLOCK) * BLOCK)
+        async_load(operands.w, [line + PLAN.shift, k], full, columns_in(ring, stage, 1, PLAN))
+    x = rows_in(ring, stage, PLAN)
+    if PLAN.m_max > 0:
+        for part in gl.static_range(PARTS):
+            to = x.slice(64 * part, 64, dim=0)
+            async_load(operands.x, [place.first + 64 * part, k], full, to)
+    else:
+        async_load(operands.x, [place.first, k], full, x)
+    async_load(operands.w, [line, k], full, columns_in(ring, stage, 0, PLAN))
+
+
+@gluon.jit
+def _by_depth(DO: gl.constexpr, what, is_deep, PLAN: gl.constexpr):
+    """Does `DO(*what, PLAN)`, or, `is_deep`, with the deeper plan."""
+    if PLAN.deep == 0:
+        DO(*what, PLAN)
+    elif is_deep:
+        DO(*what, deeper(PLAN))
+    else:
+        DO(*what, PLAN)
+
+
+@gluon.jit
+def _told_deep(turns, PLAN: gl.constexpr):
+    """Whether all tiles are halved: whether the program's first is, since halved ones are last."""
+    if PLAN.deep == 0:
+        return False
+    else:
+        _, _, _, column = posted(turns, 0)
+        _, is_half = columns_of(column, PLAN)
+        return is_half
 
 
 @gluon.jit
 def _produce(operands, listed, ring, turns, PLAN: gl.constexpr):
     tiles = tiles_of(*listed, PLAN)
-    produce(operands, operands, tiles, ring, turns, find_nothing, _bring, _bring, PLAN)
+    _by_depth(
+        produce, (operands, operands, tiles, ring, turns, find_nothing, _bring, _bring),
+        tiles.halved == tiles.total, PLAN,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _produce_scales(scales, ring, turns, PLAN: gl.constexpr):
+    _by_depth(_copy_scales, (scales, ring, turns), _told_deep(turns, PLAN), PLAN)
+
+
+@gluon.jit
+def _copy_scales(scales, ring, turns, PLAN: gl.constexpr):
     """Copies scales by pointers. (Beside TMA's in one warp they took longer than products.)"""
     STEPS: gl.constexpr = (PLAN.k + BLOCK - 1) // BLOCK
     BLOCKS: gl.constexpr = (PLAN.lines + BLOCK - 1) // BLOCK  # of a weight's lines
@@ -153,6 +202,15 @@ def _produce_scales(scales, ring, turns, PLAN: gl.constexpr):
 def _consume(
     result, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
     SAVE_PRE: gl.constexpr,
+):  # fmt: skip
+    is_deep = _told_deep(turns, PLAN)
+    _by_depth(_sum_up, (result, ring, turns, ME, GATE, SAVE_PRE), is_deep, PLAN)
+
+
+@gluon.jit
+def _sum_up(
+    result, ring, turns, ME: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = (PLAN.k + BLOCK - 1) // BLOCK
     step, turn = 0, 0
@@ -193,7 +251,7 @@ def _written(
     else:
         quarters = in_halves(left) + in_halves(right)
         for i in gl.static_range(4):
-            if i < 2 or not (PLAN.halves and tile.is_half):
+            if i < 2 or (PLAN.column_parts == 2 and not (PLAN.halves and tile.is_half)):
                 store_box(quarters[i], result.out, result.staged, first, end, n + 64 * i, ME, i % 2)
 
 
@@ -226,10 +284,10 @@ def fp8_hopper_kernel(
     num_tiles, stride_xs, stride_xg, stride_os,
     PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
-    """x [S, K] and w [E * N, K] as boxes [128, 128]. GATE None: the product is stored as it is,
+    """x [S, K] and w [E * N, K] as boxes; see Operands. GATE None: the product is stored as it is,
     through boxes of rows [64, 64]. `taken` is an order's; masked, turns are dealt, and
     `tile_expert`, `tile_row` and `num_tiles` are None."""
-    ring, turns = ring_of(x, w, PLAN), turns_of(taken, PLAN)
+    ring, turns = ring_of(w, PLAN), turns_of(taken, PLAN)
     staged = None
     if GATE is None:
         staged = staged_for(out.dtype, PLAN)

@@ -33,13 +33,18 @@ _TURN = "{{ .reg .pred both; setp.ne.s32 both, $1, 0; @both barrier.{} $2, 256; 
 _ENTER, _LEAVE = gl.constexpr(_TURN.format("sync")), gl.constexpr(_TURN.format("arrive"))
 
 
+@gluon.constexpr_function
+def deeper(plan):
+    """The plan where all tiles are halved: a stage has one column part, and there are more of them.
+    Where there is no such, the plan."""
+    return plan._replace(column_parts=1, stages=plan.deep) if plan.deep else plan
+
+
 class Ring(NamedTuple):
     """Stages of 128 of the reduction, and barriers that say that one is full, and empty again."""
 
-    x: Any
-    """Rows of a tile [128, 128]."""
-    w: Any
-    """Two column parts a stage [128, 128]."""
+    squares: Any
+    """Each stage's rows of a tile [128, 128], and then its column parts [128, 128]."""
     x_scale: Any
     """Scales of a tile's rows [128]."""
     w_scale: Any
@@ -49,16 +54,28 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def ring_of(x, w, PLAN: gl.constexpr):
-    """A Ring for such boxes, with its barriers ready."""
-    STAGES: gl.constexpr = PLAN.stages
+def ring_of(w, PLAN: gl.constexpr):
+    """A Ring for such boxes of a weight, with its barriers ready."""
+    SQUARES: gl.constexpr = (1 + PLAN.column_parts) * PLAN.stages
+    DEEP: gl.constexpr = deeper(PLAN)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows = gl.allocate_shared_memory(x.dtype, [STAGES, PLAN.bm, BLOCK], x.layout)
-    columns = gl.allocate_shared_memory(w.dtype, [2 * STAGES, BLOCK, BLOCK], w.layout)
-    x_scale = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], plain)
-    w_scale = gl.allocate_shared_memory(gl.float32, [STAGES, 2], plain)
-    full, empty = barriers_of(1 + LANES, PLAN)
-    return Ring(rows, columns, x_scale, w_scale, full, empty)
+    squares = gl.allocate_shared_memory(w.dtype, [SQUARES, BLOCK, BLOCK], w.layout)
+    x_scale = gl.allocate_shared_memory(gl.float32, [DEEP.stages, BLOCK], plain)
+    w_scale = gl.allocate_shared_memory(gl.float32, [DEEP.stages, 2], plain)
+    full, empty = barriers_of(1 + LANES, DEEP)
+    return Ring(squares, x_scale, w_scale, full, empty)
+
+
+@gluon.jit
+def rows_in(ring, stage, PLAN: gl.constexpr):
+    """Memory of a stage's rows."""
+    return ring.squares.index((1 + PLAN.column_parts) * stage)
+
+
+@gluon.jit
+def columns_in(ring, stage, PART: gl.constexpr, PLAN: gl.constexpr):
+    """Memory of a column part of a stage."""
+    return ring.squares.index((1 + PLAN.column_parts) * stage + 1 + PART)
 
 
 @gluon.constexpr_function
@@ -120,11 +137,13 @@ def close_section(PART: gl.constexpr):
 
 
 @gluon.jit
-def _begin(ring, stage, COLUMNS: gl.constexpr, product, both, PART: gl.constexpr):
+def _begin(
+    ring, stage, COLUMNS: gl.constexpr, product, both, PART: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
     """Begins the product of a stage's rows [64, 128] and a column part [128, 128]^T, in the
     registers of an earlier one. Each call more would make addresses anew, behind a fence."""
-    x = ring.x.index(stage).slice(64 * PART, 64)
-    w = ring.w.index(2 * stage + COLUMNS).permute((1, 0))
+    x = rows_in(ring, stage, PLAN).slice(64 * PART, 64)
+    w = columns_in(ring, stage, COLUMNS, PLAN).permute((1, 0))
     _section(both, PART, True)
     product = warpgroup_mma(x, w, product, use_acc=False, is_async=True)
     _section(both, PART, False)
@@ -197,7 +216,7 @@ def begin(ring, step, tile, product, PART: gl.constexpr, PLAN: gl.constexpr):
     returns what is Running."""
     stage = wait_full(ring, step, PLAN, tile.mine)
     by_left = _scales(ring, stage, PART, 0)
-    return Running(_begin(ring, stage, 0, product, tile.both, PART), by_left)
+    return Running(_begin(ring, stage, 0, product, tile.both, PART, PLAN), by_left)
 
 
 @gluon.jit
@@ -212,16 +231,17 @@ def multiply(
     now = Step(step % PLAN.stages, (step // PLAN.stages) & 1, tile, running.scale)
     # from 0: if `step`, which is carried from tile to tile, were a bound, Triton 3.6 would take it
     # for a constant
-    for i in range(gl.where(tile.is_half, 0, steps) if PLAN.halves else steps):
-        _release_before(ring, now.stage, i > 0, PLAN)
-        by_right = _scales(ring, now.stage, PART, 1)
-        product = warpgroup_mma_wait(0, deps=[product])
-        left = _promoted(product, now.scale, left)
-        product = _begin(ring, now.stage, 1, product, now.tile.both, PART)
-        now = _next(ring, now, turns, turn, i + 1 == steps, PART, PLAN)
-        product = warpgroup_mma_wait(0, deps=[product])
-        right = _promoted(product, by_right, right)
-        product = _begin(ring, now.stage, 0, product, now.tile.both, PART)
+    if PLAN.column_parts == 2:
+        for i in range(gl.where(tile.is_half, 0, steps) if PLAN.halves else steps):
+            _release_before(ring, now.stage, i > 0, PLAN)
+            by_right = _scales(ring, now.stage, PART, 1)
+            product = warpgroup_mma_wait(0, deps=[product])
+            left = _promoted(product, now.scale, left)
+            product = _begin(ring, now.stage, 1, product, now.tile.both, PART, PLAN)
+            now = _next(ring, now, turns, turn, i + 1 == steps, PART, PLAN)
+            product = warpgroup_mma_wait(0, deps=[product])
+            right = _promoted(product, by_right, right)
+            product = _begin(ring, now.stage, 0, product, now.tile.both, PART, PLAN)
     if PLAN.halves:
         for i in range(gl.where(tile.is_half, steps, 0)):
             _release_before(ring, now.stage, i > 0, PLAN)
@@ -229,6 +249,6 @@ def multiply(
             now = _next(ring, now, turns, turn, i + 1 == steps, PART, PLAN)
             product = warpgroup_mma_wait(0, deps=[product])
             left = _promoted(product, by_left, left)
-            product = _begin(ring, now.stage, 0, product, now.tile.both, PART)
+            product = _begin(ring, now.stage, 0, product, now.tile.both, PART, PLAN)
     _release_before(ring, now.stage, steps > 0, PLAN)
     return left, right, now.tile, Running(product, now.scale)

@@ -175,7 +175,10 @@ def tiles_of(ends, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr):
         rows = gl.maximum(gl.minimum(rows, _masked_rows(PLAN)), 0)
         past = tl.cumsum(_row_tiles(rows, PLAN) * column_tiles(PLAN), 0)
         total = gl.max(past, axis=0)
-        return Tiles(rows, past, past, total, _halved(total, PLAN))
+        halved = _halved(total, PLAN)
+        if _halves(PLAN):  # all, if no two tiles read the same columns of a weight
+            halved = gl.where(gl.max(rows, axis=0) <= PLAN.bm, total, halved)
+        return Tiles(rows, past, past, total, halved)
     else:
         total = gl.load(num_tiles) * column_tiles(PLAN)
         return Tiles(ends, tile_expert, tile_row, total, _halved(total, PLAN))
