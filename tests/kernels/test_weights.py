@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ops import DTYPES, assert_close, gradients, in_double, in_fp8, moe
+from ops import DTYPES, assert_close, gradients, in_double, in_fp8, moe, rehearses
 
 from moe_patch import reference
 from moe_patch.activation import Activation
@@ -200,7 +200,8 @@ def test_backward_of_a_few_experts_at_a_time(device, size, dtype, scale_dtype, m
     widened, original = [], dequantize.dequantize
 
     def recording(weight, scale, out):
-        widened.append(len(weight))
+        if not rehearses():
+            widened.append(len(weight))
         return original(weight, scale, out)
 
     monkeypatch.setattr(dequantize, "dequantize", recording)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops import BOUND, assert_close, in_double, moe
+from ops import BOUND, assert_close, in_double, moe, rehearses
 from torch.utils.checkpoint import checkpoint
 
 from moe_patch import reference
@@ -25,7 +25,8 @@ def made(monkeypatch):
 
     def gradient(*arguments):
         out = original(*arguments)
-        found.append(out is not None)
+        if not rehearses():
+            found.append(out is not None)
         return out
 
     monkeypatch.setattr("moe_patch.ops.backward.gradient", gradient)

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from ops import rehearses
 from torch import Tensor
 
 from moe_patch.kernels import dgate, dw, gate_up, grouped_gemm
@@ -22,9 +23,11 @@ def answers(
     for module in modules:
 
         def asked(*arguments, original=module._on_hopper):
-            found.append(original(*arguments) is not False)
-            assert not [o for o in arguments if isinstance(o, ExpertOrder) and o.taken.item()]
-            return found[-1]
+            ran = original(*arguments) is not False
+            if not rehearses():
+                found.append(ran)
+                assert not [o for o in arguments if isinstance(o, ExpertOrder) and o.taken.item()]
+            return ran
 
         monkeypatch.setattr(module, "_on_hopper", asked)
     return found

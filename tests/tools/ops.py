@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_patch import reference
 from moe_patch.activation import Activation
 from moe_patch.formats import packed
+from moe_patch.kernels import ahead
 
 SWIGLU = Activation()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -35,6 +36,11 @@ def sample(cases: list[Any], keep: int) -> list[Any]:
         return pytest.param(*case, id=name(case), marks=() if plain else pytest.mark.gpu)
 
     return [mark(case) for case in cases]
+
+
+def rehearses() -> bool:
+    """Whether the call at work is a first call's rehearsal, with tensors that have no memory."""
+    return ahead.THREAD.rehearsed is not None
 
 
 def moe(
