@@ -20,7 +20,7 @@ from ops import drawn_bytes
 from moe_patch import reference
 from moe_patch.kernels import chips, dgate, dw, fp8_gemm, gate_up, grouped_gemm, tiles
 from moe_patch.kernels.activate import Activated
-from moe_patch.kernels.hopper import stores
+from moe_patch.kernels.hopper import fp8, fp8_sums, stores
 from moe_patch.kernels.low_rank import LowRank
 from moe_patch.kernels.tiles import ROLES, Tile
 from moe_patch.ops.grouped import sort
@@ -518,6 +518,17 @@ def test_masked_tiles_are_dealt_evenly(monkeypatch, loads, experts):
         fp8_gemm.fp8_gemm(*operands, masked_m=counts.flip(0), out=out)
     # two boxes of rows and one part of the weight in each of two steps
     assert Counter(loads) == dict.fromkeys(range(8), 2 * 2 * 3)
+
+
+def test_halved_masked_tiles_have_a_stage_more():
+    """In the memory of four stages of rows and two column parts. Other launches compile one way."""
+    masked, rows, activated = (
+        fp8.plan(4096, 7168, 4, m_max, activate, 16, stages=4)
+        for m_max, activate in ((256, False), (0, False), (256, True))
+    )
+    deeper = fp8_sums.deeper.fn
+    assert deeper(masked) == masked._replace(stages=5, column_parts=1)
+    assert deeper(rows) == rows and deeper(activated) == activated
 
 
 @pytest.mark.parametrize("rows", [[60, 60, 60, 60], [20, 20, 180, 20]], ids=["even", "large"])
