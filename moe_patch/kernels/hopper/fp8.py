@@ -6,6 +6,9 @@ other warpgroup's product runs (`fp8_sums`). One warp brings operands through TM
 their scales, and nobody else reads from memory. Results leave through TMA while the next tile's
 products run. (After DeepGEMM's schedule, here with the second projection's input activated and
 quantised in the epilogue.)
+
+Where no masked expert has more rows than one tile, weights are all that takes time. Tiles are
+halved then, and what stages have for a second column part becomes a stage more (`deeper`).
 """
 
 from __future__ import annotations
@@ -106,7 +109,7 @@ def plan(
 ) -> Plan:
     """Return the Plan of a product [S, k] x [E, n, k], whose columns `activate` takes in pairs."""
     columns, bn, shift = (n // 2, 128, n // 2) if activate else (n, 256, 128)
-    # scales of more have no room beside; memory for three squares each is enough for two each
+    # two squares a stage instead of three: half as many stages more, but scales of one have room
     deep = min(stages + 1, 3 * stages // 2) if m_max and not activate else 0
     return Plan(
         columns, k, n, bn, shift, experts, m_max, group_m, stages, halves=not activate, deep=deep

@@ -6,6 +6,7 @@ operands in the L2 cache. The order in which tiles are done changes no bit of th
 An order may list lower tiles than a kernel has. An expert has a turn for each tile that is listed.
 The producer passes over turns that the kernel's higher tiles leave, and tells nobody. Tiles that
 would keep few programs busy may be halved: two turns are then theirs, of half their columns each.
+So are masked ones if no two read the same columns of a weight.
 """
 
 from __future__ import annotations
