@@ -194,10 +194,10 @@ def _boxes(
     inner = weight.shape[1]
     w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
     gate_box = gluon_box(
-        pre.data_ptr(), torch.float32, (len(pre), inner // 2), (64, 32), (inner, 1)
+        pre.data_ptr(), torch.float32, (pre.shape[0], inner // 2), (64, 32), (inner, 1)
     )
     ups = pre.data_ptr() + inner * pre.element_size()
-    up_box = gluon_box(ups, pre.dtype, (len(pre), inner), (64, 64), (2 * inner, 1))
+    up_box = gluon_box(ups, pre.dtype, (pre.shape[0], inner), (64, 64), (2 * inner, 1))
     low = update_boxes(update, weight, tile.bn)
     if w_box is None or gate_box is None or up_box is None or low is None:
         return None
@@ -217,7 +217,7 @@ def _on_hopper(
 ) -> None:
     """Starts the kernel in hopper/."""
     d_pre, act, d_scale = made
-    top_k = len(order.row_to_slot) // len(d_out)
+    top_k = order.row_to_slot.numel() // d_out.shape[0]
     start = _launch_on_hopper(
         activation, stride_x=d_out.stride(0), top_k=top_k, weight_on_input=weight_on_input,
         need_pre=d_pre.numel() > 0, need_act=act.numel() > 0, need_scale=d_scale.numel() > 0,

@@ -121,7 +121,7 @@ def _on_hopper(
     sizes = (m, n, p.stride(0), q.stride(0), p.data_ptr() // p.element_size())
     if stride_column != 1 or p.dtype != q.dtype or any(size % 8 for size in sizes):
         return False
-    box = rows_box(q.data_ptr(), q.dtype, (len(q), n), (64, BN), q.stride(0))
+    box = rows_box(q.data_ptr(), q.dtype, (q.shape[0], n), (64, BN), q.stride(0))
     if box is None:
         return False
     boxes = None
@@ -130,7 +130,7 @@ def _on_hopper(
         boxes = rows_box(out.data_ptr(), out.dtype, (experts * rows, columns), (64, 64))
     boxed = boxes is not None
     start = _launch_on_hopper(
-        len(q) // experts < (2 * FEW if add else FEW),
+        q.shape[0] // experts < (2 * FEW if add else FEW),
         m=m, n=n, turned=turned, stride_e=stride_e, stride_row=stride_row, gather=gather,
         stride_gathered=p.stride(0), add=add, boxed=boxed,
         stages=min(tile.stages, 3) if add and boxed else tile.stages,  # beside boxes to add to

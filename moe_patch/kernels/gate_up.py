@@ -177,7 +177,8 @@ def _on_hopper(
     scale: Tensor | None,
 ) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
-    act, pre, width, inner = result.act, result.pre, weight.shape[1], result.act.shape[1]
+    act, pre, width = result.act, result.pre, weight.shape[1]
+    slots, inner = act.shape
     save_pre = pre.numel() > 0
     by_16_bytes = not (x.stride(0) % 8 or x.data_ptr() % 16)
     if not by_16_bytes or order.block_m != tile.bm:
@@ -190,11 +191,11 @@ def _on_hopper(
     if save_pre:
         gate_box = box(pre.data_ptr(), stride=width)
         up_box = box(pre.data_ptr() + inner * pre.element_size(), stride=width)
-    tail = tail_for(weight, len(order.row_to_slot))
+    tail = tail_for(weight, slots)
     low = update_boxes(update, weight, tile.bn, tail)
     if w_box is None or act_box is None or gate_box is None or up_box is None or low is None:
         return False
-    top_k = len(order.row_to_slot) // len(x)
+    top_k = slots // x.shape[0]
     start = _launch_on_hopper(
         result.activation, stride_x=x.stride(0), top_k=top_k,
         weight_on_input=result.weight_on_input, save_pre=save_pre,

@@ -102,7 +102,7 @@ def _on_hopper(
     tail = tail_for(weight, order.row_to_slot.numel())
     x_box, tail_box = parts_box(x, tail)
     w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
-    out_box = rows_box(out.data_ptr(), out.dtype, (len(out), n), (64, 64))
+    out_box = rows_box(out.data_ptr(), out.dtype, (out.shape[0], n), (64, 64))
     low = update_boxes(update, weight, tile.bn, tail)
     if x_box is None or w_box is None or out_box is None or low is None:
         return False

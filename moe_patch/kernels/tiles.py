@@ -248,7 +248,7 @@ def tail_for(weight: Tensor, slots: int) -> int:
     expert (mean) has one tile or two, of which one less is much. Where it has many, tiles of two
     heights made programs drift apart; but a weight of 8 bits is widened anew for each tile, which
     takes longer than the tile's products."""
-    rows = slots // len(weight)
+    rows = slots // weight.shape[0]
     return TAIL if rows >= 96 and (rows < 320 or weight.dtype.itemsize == 1) else 0
 
 

@@ -49,7 +49,7 @@ class Kept(NamedTuple):
 
     def order(self) -> ExpertOrder:
         """Slots in expert order."""
-        slots, experts = self.routing.index.numel(), len(self.gate_up.weight)
+        slots, experts = self.routing.index.numel(), self.gate_up.weight.shape[0]
         height = kernels.tiles.block_m(slots, experts, self.x.dtype)
         return ExpertOrder.view(self.buffer, slots, experts, height)
 
@@ -168,7 +168,7 @@ def d_hidden_states(
     gate_up, top_k, d_x = kept.gate_up, kept.routing.weights.shape[1], None
     turned = None if gate_up.a is None else update(x, order, gate_up.b.mT, gate_up.a.mT)
     if need.hidden_states:
-        rows = x.new_empty(len(d_pre), x.shape[1])  # [S, H]
+        rows = x.new_empty(d_pre.shape[0], x.shape[1])  # [S, H]
         input_gradient(d_pre, gate_up.weight, gate_up.scale, order, out=rows, low_rank=turned)
         d_x = kernels.combine.combine(rows, order.slot_to_row, top_k)  # [T, H]
     elif need.gate_up.a:

@@ -89,7 +89,7 @@ def _sorted(
     keep: bool,
 ) -> Forward:
     x, weights = rows_contiguous(x), routing.weights.contiguous()  # [T, H], [T, K]
-    order, buffer = sort(routing.index, len(gate_up.weight), x.dtype)
+    order, buffer = sort(routing.index, gate_up.weight.shape[0], x.dtype)
     first = None if gate_up.a is None else update(x, order, gate_up.a, gate_up.b)
     second = None if down.a is None else update(x, order, down.a, down.b)
 
@@ -107,7 +107,7 @@ def _sorted(
             act_in_steps=in_steps,
         )  # fmt: skip
     act, pre = made  # [S, I] or, in steps, [S, width(I)]; [S, 2I]
-    rows = x.new_empty(len(act), x.shape[1])  # [S, H]
+    rows = x.new_empty(act.shape[0], x.shape[1])  # [S, H]
     for part in kernels.dequantize.few_at_a_time(
         down.weight, down.scale, order, x.dtype, second, down.bias, backward=False
     ):
