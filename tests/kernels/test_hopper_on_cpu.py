@@ -521,7 +521,8 @@ def test_masked_tiles_are_dealt_evenly(monkeypatch, loads, experts):
 
 
 def test_halved_masked_tiles_have_a_stage_more():
-    """In the memory of four stages of rows and two column parts. Other launches compile one way."""
+    """Five stages take less memory than four of rows and two column parts. Other launches have one
+    plan alone."""
     masked, rows, activated = (
         fp8.plan(4096, 7168, 4, m_max, activate, 16, stages=4)
         for m_max, activate in ((256, False), (0, False), (256, True))
