@@ -527,9 +527,8 @@ def test_halved_masked_tiles_have_a_stage_more():
         fp8.plan(4096, 7168, 4, m_max, activate, 16, stages=4)
         for m_max, activate in ((256, False), (0, False), (256, True))
     )
-    deeper = fp8_sums.deeper.fn
-    assert deeper(masked) == masked._replace(stages=5, column_parts=1)
-    assert deeper(rows) == rows and deeper(activated) == activated
+    assert [fp8_sums.deepens.fn(plan) for plan in (masked, rows, activated)] == [True, False, False]
+    assert fp8_sums.deeper.fn(masked) == masked._replace(stages=5, column_parts=1)
 
 
 @pytest.mark.parametrize("rows", [[60, 60, 60, 60], [20, 20, 180, 20]], ids=["even", "large"])

@@ -28,6 +28,7 @@ from .fp8_sums import (
     begin,
     close_section,
     columns_in,
+    deepens,
     deeper,
     multiply,
     no_product,
@@ -70,9 +71,6 @@ class Plan(NamedTuple):
     """Whether tiles may be halved; not where a tile's parts belong together."""
     column_parts: int = 2
     """Column parts that a stage has room for."""
-    deep: int = 0
-    """How many stages there are if all tiles are halved, with one column part each; 0: as many as
-    else, with two."""
     listeners: int = 3
     """Both warpgroups, and the warp that copies scales."""
 
@@ -109,11 +107,7 @@ def plan(
 ) -> Plan:
     """Return the Plan of a product [S, k] x [E, n, k], whose columns `activate` takes in pairs."""
     columns, bn, shift = (n // 2, 128, n // 2) if activate else (n, 256, 128)
-    # two squares a stage instead of three: half as many stages more, but scales of one have room
-    deep = min(stages + 1, 3 * stages // 2) if m_max and not activate else 0
-    return Plan(
-        columns, k, n, bn, shift, experts, m_max, group_m, stages, halves=not activate, deep=deep
-    )
+    return Plan(columns, k, n, bn, shift, experts, m_max, group_m, stages, halves=not activate)
 
 
 @gluon.jit
@@ -140,7 +134,7 @@ def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.
 @gluon.jit
 def _by_depth(DO: gl.constexpr, what, is_deep, PLAN: gl.constexpr):
     """Does `DO(*what, PLAN)`, or, `is_deep`, with the deeper plan."""
-    if PLAN.deep == 0:
+    if not deepens(PLAN):
         DO(*what, PLAN)
     elif is_deep:
         DO(*what, deeper(PLAN))
@@ -151,7 +145,7 @@ def _by_depth(DO: gl.constexpr, what, is_deep, PLAN: gl.constexpr):
 @gluon.jit
 def _told_deep(turns, PLAN: gl.constexpr):
     """Whether all tiles are halved: whether the program's first is, since halved ones are last."""
-    if PLAN.deep == 0:
+    if not deepens(PLAN):
         return False
     else:
         _, _, _, column = posted(turns, 0)

@@ -34,10 +34,16 @@ _ENTER, _LEAVE = gl.constexpr(_TURN.format("sync")), gl.constexpr(_TURN.format("
 
 
 @gluon.constexpr_function
+def deepens(plan):
+    """Whether a launch may have the deeper plan: masked tiles may all be halved."""
+    return plan.m_max > 0 and plan.halves
+
+
+@gluon.constexpr_function
 def deeper(plan):
-    """The plan where all tiles are halved: a stage has one column part, and there are more of them.
-    Where there is no such, the plan."""
-    return plan._replace(column_parts=1, stages=plan.deep) if plan.deep else plan
+    """The plan where all tiles are halved: two squares a stage instead of three would be half as
+    many stages more, but there is room for the scales of one more."""
+    return plan._replace(column_parts=1, stages=min(plan.stages + 1, 3 * plan.stages // 2))
 
 
 class Ring(NamedTuple):
@@ -57,7 +63,7 @@ class Ring(NamedTuple):
 def ring_of(w, PLAN: gl.constexpr):
     """A Ring for such boxes of a weight, with its barriers ready."""
     SQUARES: gl.constexpr = (1 + PLAN.column_parts) * PLAN.stages
-    DEEP: gl.constexpr = deeper(PLAN)
+    DEEP: gl.constexpr = deeper(PLAN) if deepens(PLAN) else PLAN
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     squares = gl.allocate_shared_memory(w.dtype, [SQUARES, BLOCK, BLOCK], w.layout)
     x_scale = gl.allocate_shared_memory(gl.float32, [DEEP.stages, BLOCK], plain)
