@@ -27,14 +27,14 @@ from .fp8_sums import (
     LANES,
     begin,
     close_section,
-    columns_in,
+    columns_at,
     deepens,
     deeper,
     multiply,
     no_product,
     open_section,
     ring_of,
-    rows_in,
+    rows_at,
     tile_of,
 )
 from .producer import find_nothing, produce
@@ -112,23 +112,20 @@ def plan(
 
 @gluon.jit
 def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
-    ROWS: gl.constexpr = 64 * PARTS if PLAN.m_max > 0 else PLAN.bm
+    HIGH: gl.constexpr = operands.x.block_shape[0]
+    BOXES: gl.constexpr = (64 * PARTS + HIGH - 1) // HIGH
     full = ring.full.index(stage)
     n, is_half = columns_of(place.column, PLAN)
     line = place.expert * PLAN.lines + n
     if PLAN.column_parts == 1 or (PLAN.halves and is_half):
-        mbarrier.expect(full, (ROWS + BLOCK) * BLOCK)
+        mbarrier.expect(full, (BOXES * HIGH + BLOCK) * BLOCK)
     else:
-        mbarrier.expect(full, (ROWS + 2 * BLOCK) * BLOCK)
-        async_load(operands.w, [line + PLAN.shift, k], full, columns_in(ring, stage, 1, PLAN))
-    x = rows_in(ring, stage, PLAN)
-    if PLAN.m_max > 0:
-        for part in gl.static_range(PARTS):
-            to = x.slice(64 * part, 64, dim=0)
-            async_load(operands.x, [place.first + 64 * part, k], full, to)
-    else:
-        async_load(operands.x, [place.first, k], full, x)
-    async_load(operands.w, [line, k], full, columns_in(ring, stage, 0, PLAN))
+        mbarrier.expect(full, (BOXES * HIGH + 2 * BLOCK) * BLOCK)
+        async_load(operands.w, [line + PLAN.shift, k], full, columns_at(ring, stage, 1, PLAN))
+    for box in gl.static_range(BOXES):
+        to = rows_at(ring, stage, PLAN).slice(HIGH * box, HIGH, dim=0)
+        async_load(operands.x, [place.first + HIGH * box, k], full, to)
+    async_load(operands.w, [line, k], full, columns_at(ring, stage, 0, PLAN))
 
 
 @gluon.jit

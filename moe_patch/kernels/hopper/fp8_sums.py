@@ -73,13 +73,13 @@ def ring_of(w, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def rows_in(ring, stage, PLAN: gl.constexpr):
+def rows_at(ring, stage, PLAN: gl.constexpr):
     """Memory of a stage's rows."""
     return ring.squares.index((1 + PLAN.column_parts) * stage)
 
 
 @gluon.jit
-def columns_in(ring, stage, PART: gl.constexpr, PLAN: gl.constexpr):
+def columns_at(ring, stage, PART: gl.constexpr, PLAN: gl.constexpr):
     """Memory of a column part of a stage."""
     return ring.squares.index((1 + PLAN.column_parts) * stage + 1 + PART)
 
@@ -148,8 +148,8 @@ def _begin(
 ):  # fmt: skip
     """Begins the product of a stage's rows [64, 128] and a column part [128, 128]^T, in the
     registers of an earlier one. Each call more would make addresses anew, behind a fence."""
-    x = rows_in(ring, stage, PLAN).slice(64 * PART, 64)
-    w = columns_in(ring, stage, COLUMNS, PLAN).permute((1, 0))
+    x = rows_at(ring, stage, PLAN).slice(64 * PART, 64)
+    w = columns_at(ring, stage, COLUMNS, PLAN).permute((1, 0))
     _section(both, PART, True)
     product = warpgroup_mma(x, w, product, use_acc=False, is_async=True)
     _section(both, PART, False)
