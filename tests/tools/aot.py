@@ -266,7 +266,8 @@ ROUTING = {"topk_kernel", "topk_backward_kernel", "count_kernel", "place_kernel"
 def compile_for(chip, shapes, dtypes, without, routed):
     """Prints a line a kernel; those of routing for the shapes in `routed` alone."""
     target, found = CHIPS[chip]
-    chips.chip, chips.name = lambda device: found, lambda device: ""  # not this machine's card
+    chips.chip = lambda device: found
+    chips.name = lambda device: ""  # not this machine's card
     done = set()
     for shape, dtype in itertools.product(shapes, dtypes):
         arguments = (

@@ -23,16 +23,26 @@ from .ring import tail_of
 
 
 class Tiles(NamedTuple):
-    """An ExpertOrder's tiles inside a kernel, and how many they are; or masked ones, which no list
-    has: `ends` is then each expert's rows, in registers, and `tile_expert` the tiles up to its
-    last."""
+    """An ExpertOrder's tiles inside a kernel, and how many they are."""
 
     ends: Any
     tile_expert: Any
     tile_row: Any
     total: Any
     halved: Any
-    """How many of the last ones are two turns each, of half their columns."""
+    """Number of the last ones that are two turns each, of half their columns."""
+
+
+class MaskedTiles(NamedTuple):
+    """Tiles that no list has: of how many rows each expert has."""
+
+    rows: Any
+    """Each expert's rows, in registers."""
+    past: Any
+    """Number of tiles up to each expert's last."""
+    total: Any
+    halved: Any
+    """As in Tiles."""
 
 
 class Turns(NamedTuple):
@@ -168,8 +178,8 @@ def _experts(PLAN: gl.constexpr):
 
 @gluon.jit
 def tiles_of(ends, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr):
-    """Tiles of a product: of an order, or, masked, of how many rows `ends` says that each expert
-    has, clamped to what it can have."""
+    """Tiles of a product: of an order, or MaskedTiles of how many rows `ends` says that each
+    expert has, clamped to what it can have."""
     if _masked_rows(PLAN) > 0:
         expert = _experts(PLAN)
         rows = gl.load(ends + expert, mask=expert < PLAN.experts, other=0)
@@ -179,7 +189,7 @@ def tiles_of(ends, tile_expert, tile_row, num_tiles, PLAN: gl.constexpr):
         halved = _halved(total, PLAN)
         if _halves(PLAN):  # all, if no two tiles read the same columns of a weight
             halved = gl.where(gl.max(rows, axis=0) <= PLAN.bm, total, halved)
-        return Tiles(rows, past, past, total, halved)
+        return MaskedTiles(rows, past, total, halved)
     else:
         total = gl.load(num_tiles) * column_tiles(PLAN)
         return Tiles(ends, tile_expert, tile_row, total, _halved(total, PLAN))
@@ -196,10 +206,9 @@ def _masked_place(at, tiles, PLAN: gl.constexpr):
     """(expert, first row, the row after its last, column tile) of tile `at`. An expert's row tiles
     stand together, so that they read a weight's columns at the same time."""
     M_MAX: gl.constexpr = _masked_rows(PLAN)
-    past = tiles.tile_expert
-    expert = gl.sum((past <= at).to(gl.int32), axis=0)
-    before = gl.max(gl.where(past <= at, past, 0), axis=0)
-    rows = gl.sum(gl.where(_experts(PLAN) == expert, tiles.ends, 0), axis=0)
+    expert = gl.sum((tiles.past <= at).to(gl.int32), axis=0)
+    before = gl.max(gl.where(tiles.past <= at, tiles.past, 0), axis=0)
+    rows = gl.sum(gl.where(_experts(PLAN) == expert, tiles.rows, 0), axis=0)
     high = _row_tiles(rows, PLAN)
     first = expert * M_MAX + (at - before) % high * PLAN.bm
     return expert, first, expert * M_MAX + rows, (at - before) // high
