@@ -129,10 +129,10 @@ def _prepared(
     gate = gate_of(activation, ptx) if activation else None
     group_m = 16 if k > 4096 else 8
     if hopper:
-        from .hopper.fp8 import fp8_hopper_kernel, plan
+        from .hopper.fp8 import deeper, fp8_hopper_kernel, plan
 
         sizes = plan(n, k, experts, m_max, gate is not None, group_m, stages)
-        constants = dict(PLAN=sizes, GATE=gate, SAVE_PRE=save_pre)
+        constants = dict(PLAN=sizes, DEEP=deeper(sizes), GATE=gate, SAVE_PRE=save_pre)
         return Launch(fp8_hopper_kernel, **constants, num_warps=4), sizes.bn
     launch = Launch(
         fp8_gemm_kernel, N=n, K=k, M_MAX=m_max, GATE=gate, SAVE_PRE=save_pre, INTERPRET=INTERPRET,

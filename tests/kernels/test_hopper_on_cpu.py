@@ -20,7 +20,7 @@ from ops import drawn_bytes
 from moe_patch import reference
 from moe_patch.kernels import chips, dgate, dw, fp8_gemm, gate_up, grouped_gemm, tiles
 from moe_patch.kernels.activate import Activated
-from moe_patch.kernels.hopper import fp8, fp8_sums, stores
+from moe_patch.kernels.hopper import fp8, stores
 from moe_patch.kernels.low_rank import LowRank
 from moe_patch.kernels.tiles import ROLES, Tile
 from moe_patch.ops.grouped import sort
@@ -527,8 +527,8 @@ def test_halved_masked_tiles_have_a_stage_more():
         fp8.plan(4096, 7168, 4, m_max, activate, 16, stages=4)
         for m_max, activate in ((256, False), (0, False), (256, True))
     )
-    assert [fp8_sums.deepens.fn(plan) for plan in (masked, rows, activated)] == [True, False, False]
-    assert fp8_sums.deeper.fn(masked) == masked._replace(stages=5, column_parts=1)
+    assert fp8.deeper(masked) == masked._replace(stages=5, column_parts=1)
+    assert fp8.deeper(rows) is None and fp8.deeper(activated) is None
 
 
 @pytest.mark.parametrize("rows", [[60, 60, 60, 60], [20, 20, 180, 20]], ids=["even", "large"])

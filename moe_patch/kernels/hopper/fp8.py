@@ -28,8 +28,6 @@ from .fp8_sums import (
     begin,
     close_section,
     columns_at,
-    deepens,
-    deeper,
     multiply,
     no_product,
     open_section,
@@ -110,6 +108,15 @@ def plan(
     return Plan(columns, k, n, bn, shift, experts, m_max, group_m, stages, halves=not activate)
 
 
+def deeper(plan: Plan) -> Plan | None:
+    """Return the Plan of launches in which all tiles are halved; None for products whose tiles may
+    not be, or are not masked. In the memory of a Plan's stages two squares each instead of three
+    would be half as many more, but there is room for the scales of one more."""
+    if not (plan.m_max and plan.halves):
+        return None
+    return plan._replace(column_parts=1, stages=min(plan.stages + 1, 3 * plan.stages // 2))
+
+
 @gluon.jit
 def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.constexpr):
     HIGH: gl.constexpr = operands.x.block_shape[0]
@@ -129,20 +136,20 @@ def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.
 
 
 @gluon.jit
-def _by_depth(DO: gl.constexpr, what, is_deep, PLAN: gl.constexpr):
-    """Does `DO(*what, PLAN)`, or, `is_deep`, with the deeper plan."""
-    if not deepens(PLAN):
+def _by_depth(DO: gl.constexpr, what, is_deep, PLAN: gl.constexpr, DEEP: gl.constexpr):
+    """Does `DO(*what, PLAN)`, or, `is_deep`, with the plan DEEP, if there is one."""
+    if DEEP is None:
         DO(*what, PLAN)
     elif is_deep:
-        DO(*what, deeper(PLAN))
+        DO(*what, DEEP)
     else:
         DO(*what, PLAN)
 
 
 @gluon.jit
-def _told_deep(turns, PLAN: gl.constexpr):
+def _told_deep(turns, PLAN: gl.constexpr, DEEP: gl.constexpr):
     """Whether all tiles are halved: whether the program's first is, since halved ones are last."""
-    if not deepens(PLAN):
+    if DEEP is None:
         return False
     else:
         _, _, _, column = posted(turns, 0)
@@ -151,17 +158,17 @@ def _told_deep(turns, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _produce(operands, listed, ring, turns, PLAN: gl.constexpr):
+def _produce(operands, listed, ring, turns, PLAN: gl.constexpr, DEEP: gl.constexpr):
     tiles = tiles_of(*listed, PLAN)
     _by_depth(
         produce, (operands, operands, tiles, ring, turns, find_nothing, _bring, _bring),
-        tiles.halved == tiles.total, PLAN,
+        tiles.halved == tiles.total, PLAN, DEEP,
     )  # fmt: skip
 
 
 @gluon.jit
-def _produce_scales(scales, ring, turns, PLAN: gl.constexpr):
-    _by_depth(_copy_scales, (scales, ring, turns), _told_deep(turns, PLAN), PLAN)
+def _produce_scales(scales, ring, turns, PLAN: gl.constexpr, DEEP: gl.constexpr):
+    _by_depth(_copy_scales, (scales, ring, turns), _told_deep(turns, PLAN, DEEP), PLAN, DEEP)
 
 
 @gluon.jit
@@ -194,11 +201,11 @@ def _copy_scales(scales, ring, turns, PLAN: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    result, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr, GATE: gl.constexpr,
-    SAVE_PRE: gl.constexpr,
+    result, ring, turns, ME: gl.constexpr, PLAN: gl.constexpr, DEEP: gl.constexpr,
+    GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
-    is_deep = _told_deep(turns, PLAN)
-    _by_depth(_sum_up, (result, ring, turns, ME, GATE, SAVE_PRE), is_deep, PLAN)
+    is_deep = _told_deep(turns, PLAN, DEEP)
+    _by_depth(_sum_up, (result, ring, turns, ME, GATE, SAVE_PRE), is_deep, PLAN, DEEP)
 
 
 @gluon.jit
@@ -276,12 +283,12 @@ def _activated(gate, up, result, tile, I: gl.constexpr, GATE: gl.constexpr):
 def fp8_hopper_kernel(
     x, w, x_scale, w_scale, out, out_scale, pre, taken, ends, tile_expert, tile_row,
     num_tiles, stride_xs, stride_xg, stride_os,
-    PLAN: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
+    PLAN: gl.constexpr, DEEP: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
     """x [S, K] and w [E * N, K] as boxes; see Operands. GATE None: the product is stored as it is,
     through boxes of rows [64, 64]. `taken` is an order's; masked, turns are dealt, and
-    `tile_expert`, `tile_row` and `num_tiles` are None."""
-    ring, turns = ring_of(w, PLAN), turns_of(taken, PLAN)
+    `tile_expert`, `tile_row` and `num_tiles` are None. DEEP is what `deeper` says of PLAN."""
+    ring, turns = ring_of(w, PLAN, DEEP), turns_of(taken, PLAN)
     staged = None
     if GATE is None:
         staged = staged_for(out.dtype, PLAN)
@@ -290,10 +297,10 @@ def fp8_hopper_kernel(
     result = Result(out, staged, out_scale, pre, stride_os)
     gl.warp_specialize(
         [
-            (_consume, (result, ring, turns, 0, PLAN, GATE, SAVE_PRE)),
-            (_consume, (result, ring, turns, 1, PLAN, GATE, SAVE_PRE)),
-            (_produce, (operands, listed, ring, turns, PLAN)),
-            (_produce_scales, (scales, ring, turns, PLAN)),
+            (_consume, (result, ring, turns, 0, PLAN, DEEP, GATE, SAVE_PRE)),
+            (_consume, (result, ring, turns, 1, PLAN, DEEP, GATE, SAVE_PRE)),
+            (_produce, (operands, listed, ring, turns, PLAN, DEEP)),
+            (_produce_scales, (scales, ring, turns, PLAN, DEEP)),
         ],
         [4, 1, 1],
         [224, 56, 56],

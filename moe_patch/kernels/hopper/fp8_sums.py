@@ -33,19 +33,6 @@ _TURN = "{{ .reg .pred both; setp.ne.s32 both, $1, 0; @both barrier.{} $2, 256; 
 _ENTER, _LEAVE = gl.constexpr(_TURN.format("sync")), gl.constexpr(_TURN.format("arrive"))
 
 
-@gluon.constexpr_function
-def deepens(plan):
-    """Whether a launch may have the deeper plan: masked tiles may all be halved."""
-    return plan.m_max > 0 and plan.halves
-
-
-@gluon.constexpr_function
-def deeper(plan):
-    """The plan where all tiles are halved: two squares a stage instead of three would be half as
-    many stages more, but there is room for the scales of one more."""
-    return plan._replace(column_parts=1, stages=min(plan.stages + 1, 3 * plan.stages // 2))
-
-
 class Ring(NamedTuple):
     """Stages of 128 of the reduction, and barriers that say that one is full, and empty again."""
 
@@ -60,15 +47,15 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def ring_of(w, PLAN: gl.constexpr):
-    """A Ring for such boxes of a weight, with its barriers ready."""
+def ring_of(w, PLAN: gl.constexpr, DEEP: gl.constexpr):
+    """A Ring for such boxes of a weight, for either plan, with its barriers ready."""
     SQUARES: gl.constexpr = (1 + PLAN.column_parts) * PLAN.stages
-    DEEP: gl.constexpr = deeper(PLAN) if deepens(PLAN) else PLAN
+    MOST: gl.constexpr = PLAN if DEEP is None else DEEP
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     squares = gl.allocate_shared_memory(w.dtype, [SQUARES, BLOCK, BLOCK], w.layout)
-    x_scale = gl.allocate_shared_memory(gl.float32, [DEEP.stages, BLOCK], plain)
-    w_scale = gl.allocate_shared_memory(gl.float32, [DEEP.stages, 2], plain)
-    full, empty = barriers_of(1 + LANES, DEEP)
+    x_scale = gl.allocate_shared_memory(gl.float32, [MOST.stages, BLOCK], plain)
+    w_scale = gl.allocate_shared_memory(gl.float32, [MOST.stages, 2], plain)
+    full, empty = barriers_of(1 + LANES, MOST)
     return Ring(squares, x_scale, w_scale, full, empty)
 
 
