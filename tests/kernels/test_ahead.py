@@ -42,7 +42,7 @@ ACTIVE: ContextVar[bool] = ContextVar("active", default=False)
 
 
 class Mode:
-    """Triton's: it is left on if an interrupt meets its end."""
+    """Triton's mode, which stays on if an interrupt meets its end."""
 
     def __init__(self, pool, ignore_errors):
         assert ignore_errors
