@@ -42,7 +42,7 @@ class MaskedTiles(NamedTuple):
     """Number of tiles up to each expert's last."""
     total: Any
     halved: Any
-    """As in Tiles."""
+    """Number of halved tiles, as of Tiles."""
 
 
 class Turns(NamedTuple):
