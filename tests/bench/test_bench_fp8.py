@@ -6,6 +6,7 @@ import torch
 from moe_patch import __main__, reference
 from moe_patch.bench import fp8 as bench_fp8
 from moe_patch.bench.fp8 import Fp8Timing
+from moe_patch.bench.timing import Spread
 from moe_patch.parity import law
 
 
@@ -41,6 +42,19 @@ def test_a_row_whose_parity_fails_is_not_timed(monkeypatch):
     monkeypatch.setattr(bench_fp8, "environment", lambda _: "nowhere")
     report = bench_fp8.bench_fp8(bench_fp8._Row("row", {"moe_patch": never}, 1, 1, lambda: failed))
     assert not report.passed and "3 x HF's" in str(report)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_rows_may_be_timed_as_graphs(graph, monkeypatch):
+    def times(calls, *, budget_ms):
+        return {name: Spread(call(), 0.5, 2.0) for name, call in calls.items()}
+
+    monkeypatch.setattr(bench_fp8, "times", times)
+    monkeypatch.setattr(bench_fp8, "captured", lambda call: lambda: 10 * call())
+    calls = {"moe_patch": lambda: 1.0}
+    row = bench_fp8._Row("row", calls, 1.0, 1.0, lambda: law.Row("out", True), graph)
+    (timing,) = bench_fp8.bench_fp8(row)
+    assert timing.ms == (10.0 if graph else 1.0)
 
 
 @pytest.mark.parametrize("factor, passed", [(1.0, True), (1.02, False)])

@@ -204,7 +204,9 @@ def test_grouped_nf4_computes_what_we_do(install, timed, dtype, routing):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_deep_gemm_computes_what_we_do(install, timed, masked):
+def test_deep_gemm_computes_what_we_do(install, timed, monkeypatch, masked):
+    captured = []
+    monkeypatch.setattr(compare, "captured", lambda call: captured.append(call) or call)
     groups, m, n, k, count = 2, 128, 128, 256, 48
     lhs, lhs_scale = reference.quantize(torch.randn(groups * m, k))
     rhs = reference.quantize_weight(torch.randn(groups, n, k))
@@ -235,6 +237,7 @@ def test_deep_gemm_computes_what_we_do(install, timed, masked):
     assert asked[0] == (count if masked else [0] * m + [1] * m)
     ours, theirs = found.timings
     assert ours.error == theirs.error and 0 < ours.error < 1e-2 and ours.tflops == 0.5
+    assert len(captured) == 2 * masked, "masked rows are timed as graphs, both sides"
 
 
 def test_peft_s_row_is_bench_lora_s(monkeypatch):

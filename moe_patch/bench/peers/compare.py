@@ -18,7 +18,7 @@ from torch import Tensor
 from ...parity import ParityReport, Section, environment, law
 from ...shapes import Shape
 from .. import routing as routed
-from ..timing import OURS, Call, first_line, free, rounds, short_of, times
+from ..timing import OURS, Call, captured, first_line, free, rounds, short_of, times
 
 Outputs = dict[str, Tensor]
 """Tensors of one call, by their names in the report of parity."""
@@ -92,6 +92,8 @@ class Comparison:
     dtype: torch.dtype
     counts: list[int] | None = None
     """Tokens of each expert, where outputs are weight gradients."""
+    graph: bool = False
+    """Whether CUDA graphs of the calls are timed."""
 
     @property
     def label(self) -> str:
@@ -156,6 +158,8 @@ def compare(row: Comparison, peer: str, *, seconds: float, budget_ms: float = 40
         section = Section(row.label, str(row.dtype)[6:], 0, judged)
         return Compared([], ParityReport([section], environment("cuda")), notes)
     free()
+    if row.graph:
+        calls = {name: captured(call) for name, call in calls.items()}
     taken = times(calls, budget_ms=budget_ms)
     timings = [
         PeerTiming(

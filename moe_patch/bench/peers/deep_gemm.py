@@ -68,7 +68,7 @@ def comparison(product: Product, *, masked: bool) -> Comparison:
     return Comparison(
         "FP8, scales 1x128 and 128x128", product.name, product.flops,
         _contender(product, product.run), functools.partial(_theirs, product, masked=masked),
-        functools.partial(_parts, product), torch.bfloat16,
+        functools.partial(_parts, product), torch.bfloat16, graph=masked,
     )  # fmt: skip
 
 
