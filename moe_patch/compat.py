@@ -1071,6 +1071,15 @@ def gluon_copy() -> Any:
     return getattr(copies, "async_load", None) or copies.async_copy_global_to_shared
 
 
+def gluon_read_once() -> Any:
+    """Gluon's policy of the L2 cache for tiles that TMA brings once: their lines are the first to
+    go. None where TMA takes no policy, before Triton 3.9."""
+    ampere = importlib.import_module("triton.experimental.gluon.language.nvidia.ampere")
+    if "cache_policy" not in inspect.signature(gluon_load()).parameters:
+        return None
+    return ampere.CachePolicy(l2=ampere.FractionalEvictionPolicy("evict_first", 1.0))
+
+
 def gluon_barrier() -> Any:
     """Gluon's function with which a warpgroup waits for itself, with another name before 3.7."""
     language = importlib.import_module("triton.experimental.gluon.language")

@@ -119,20 +119,26 @@ def _beside_stages(results: Tensor | None) -> int:
     return 3072 + (0 if results is None else 4 * 64 * 64 * results.itemsize)
 
 
+def _brief(experts: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether a masked product is over after a few tiles of 128 columns each, where no expert has
+    more rows than one tile; docs/kernels.md has what that is worth."""
+    return k >= 2 * BLOCK and experts * cdiv(n, BLOCK) <= 4 * chips.multiprocessors(device)
+
+
 @functools.lru_cache(1024)
 def _prepared(
     hopper: bool, n: int, k: int, experts: int, m_max: int, bm: int, stages: int,
-    activation: str | None, save_pre: bool, ptx: bool,
+    activation: str | None, save_pre: bool, ptx: bool, brief: bool,
 ) -> tuple[Launch, int]:  # fmt: skip
     """(a launch, columns of the result from one tile to the next). Not masked: 0 experts, whose
-    number it does not depend on, and m_max 0."""
+    number it does not depend on, and m_max 0. `brief` is what `_brief` says of a masked product."""
     gate = gate_of(activation, ptx) if activation else None
     group_m = 16 if k > 4096 else 8
     if hopper:
         from .hopper.fp8 import deeper, fp8_hopper_kernel, plan
 
         sizes = plan(n, k, experts, m_max, gate is not None, group_m, stages)
-        constants = dict(PLAN=sizes, DEEP=deeper(sizes), GATE=gate, SAVE_PRE=save_pre)
+        constants = dict(PLAN=sizes, DEEP=deeper(sizes, brief), GATE=gate, SAVE_PRE=save_pre)
         return Launch(fp8_hopper_kernel, **constants, num_warps=4), sizes.bn
     launch = Launch(
         fp8_gemm_kernel, N=n, K=k, M_MAX=m_max, GATE=gate, SAVE_PRE=save_pre, INTERPRET=INTERPRET,
@@ -170,7 +176,7 @@ def fp8_gemm(
         out = x.new_empty(slots, n, dtype=torch.bfloat16)
     if slots == 0:
         return out, scale
-    boxes = None
+    boxes, brief = None, False
     if _hopper(x.device) and (masked_m is not None or order.block_m == 128):
         boxes = _boxes(x, weight, None if activation else out, 128 if masked_m is None else 64)
     if masked_m is None:
@@ -179,12 +185,13 @@ def fp8_gemm(
         listed = order.tile_expert, order.tile_row, order.num_tiles
     else:
         m_max, ends, listed = slots // experts, masked_m, (None,) * 3
+        brief = boxes is not None and not activation and _brief(experts, n, k, x.device)
         bm = 128 if boxes else 64
         tiles = experts * cdiv(m_max, bm)
     other = _beside_stages(None if activation else out) if boxes else 4096
     start, width = _prepared(
         boxes is not None, n, k, experts if m_max else 0, m_max, bm, _stages(bm, other, x.device),
-        activation, pre is not None, chips.chip(x.device).ptx,
+        activation, pre is not None, chips.chip(x.device).ptx, brief,
     )  # fmt: skip
     count = tiles * cdiv(n // 2 if activation else n, width)
     strides = *x_scale.stride(), 0 if scale is None else scale.stride(1)
@@ -194,7 +201,8 @@ def fp8_gemm(
         taken = order.taken if masked_m is None else ends  # masked, nobody reads it
         start(
             (min(2 * count, chips.multiprocessors(x.device)),),  # a tile may be two programs'
-            rows, lines, *scales, result or out, scale, pre, taken, ends, *listed, *strides,
+            rows, lines, weight if brief else None, *scales, result or out, scale, pre, taken, ends,
+            *listed, *strides,
         )  # fmt: skip
     else:
         start((count,), x, weight, *scales, out, scale, pre, ends, *listed, *strides)

@@ -384,9 +384,9 @@ def loads(monkeypatch, forgetful):
     """Programs that load through TMA, one after the other."""
     found, load = [], gluon_on_cpu.FAKES["async_load"]
 
-    def counted(*arguments):
+    def counted(*arguments, **more):
         found.append(int(here().program))
-        load(*arguments)
+        load(*arguments, **more)
 
     monkeypatch.setitem(gluon_on_cpu.FAKES, "async_load", counted)
     gluon_on_cpu.forget()
@@ -520,6 +520,43 @@ def test_masked_tiles_are_dealt_evenly(monkeypatch, loads, experts):
     assert Counter(loads) == dict.fromkeys(range(8), 2 * 2 * 3)
 
 
+@pytest.mark.parametrize("n, programs", [(296, 9), (512, 5), (512, 16)])
+def test_a_brief_masked_launch_asks_early(monkeypatch, forgetful, n, programs):
+    """For what each program reads first. Programs may be more than half tiles, or fewer."""
+    fp8_on_hopper(monkeypatch, programs)
+    (early, read), ptx, load = ({}, {}), gluon_on_cpu.PTX, gluon_on_cpu.FAKES["async_load"]
+    prefetch = ptx[fp8._PREFETCH.value]
+
+    def asks(at):
+        early[int(here().program)] = [int(each) for each in gluon_on_cpu.plain(at.at) // 384]
+        return prefetch(at)
+
+    def loads(box, at, *rest, **more):
+        if box.block_shape == (128, 128):
+            read.setdefault(int(here().program), int(at[0]))
+        load(box, at, *rest, **more)
+
+    monkeypatch.setitem(ptx, fp8._PREFETCH.value, asks)
+    monkeypatch.setitem(gluon_on_cpu.FAKES, "async_load", loads)
+    gluon_on_cpu.forget()
+    operands, _, _ = fp8_operands(3 * 200, 3, n, 384)
+    out = torch.empty(600, n, dtype=torch.bfloat16)
+    with on_cpu():
+        fp8_gemm.fp8_gemm(*operands, masked_m=torch.tensor([1, 128, 40]), out=out)
+    assert len(early) == min(programs, 4 * 3 * -(-n // 256)) and len(read) >= min(programs, 6)
+    for program, line in read.items():
+        assert early[program] == [min(line + i, 3 * n - 1) for i in range(128)]
+
+
+def test_which_masked_launches_are_brief(monkeypatch):
+    monkeypatch.setattr(chips, "multiprocessors", lambda device: 132)
+    taken = {
+        (experts, n, k): fp8_gemm._brief(experts, n, k, None)
+        for experts, n, k in ((4, 4096, 7168), (16, 4096, 7168), (17, 4096, 7168), (1, 128, 128))
+    }
+    assert list(taken.values()) == [True, True, False, False]
+
+
 @pytest.mark.parametrize("stages, more", [(1, 1), (2, 3), (4, 5)])
 def test_halved_masked_tiles_have_a_stage_more(stages, more):
     """They fit into the memory of stages of rows and two column parts. Other launches have one plan
@@ -529,8 +566,10 @@ def test_halved_masked_tiles_have_a_stage_more(stages, more):
         for m_max, activate in ((256, False), (0, False), (256, True))
     )
     assert 2 * more <= 3 * stages, "a stage of rows and one part, or two"
-    assert fp8.deeper(masked) == masked._replace(stages=more, column_parts=1)
-    assert fp8.deeper(rows) is None and fp8.deeper(activated) is None
+    for brief in (False, True):
+        plan = masked._replace(stages=more, column_parts=1, brief=brief)
+        assert fp8.deeper(masked, brief) == plan
+    assert fp8.deeper(rows, False) is None and fp8.deeper(activated, False) is None
 
 
 @pytest.mark.parametrize("rows", [[60, 60, 60, 60], [20, 20, 180, 20]], ids=["even", "large"])

@@ -8,7 +8,9 @@ products run. (After DeepGEMM's schedule, here with the second projection's inpu
 quantised in the epilogue.)
 
 Where no masked expert has more rows than one tile, weights are all that takes time. Tiles are
-halved then, and what stages have for a second column part becomes a stage more (`deeper`).
+halved then, and what stages have for a second column part becomes a stage more (`deeper`). If the
+launch is brief, too, what a program will read first is asked for before anything is known, and
+weights do not drive other data out of the L2 cache.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from ...compat import gluon_copy, gluon_load
+from ...compat import gluon_copy, gluon_load, gluon_read_once
 from ..activate import glu
 from .fp8_sums import (
     BLOCK,
@@ -38,9 +40,13 @@ from .fp8_sums import (
 from .producer import find_nothing, produce
 from .ring import pass_over, wait_empty
 from .stores import in_halves, staged_for, store, store_box
-from .turns import columns_of, posted, tiles_of, told, turns_of
+from .turns import column_tiles, columns_of, posted, tiles_of, told, turns_of
 
 async_load, copy = gluon_load(), gluon_copy()
+
+_READ_ONCE = gl.constexpr(gluon_read_once())
+_EXIT = gl.constexpr("cp.async.wait_all; exit; mov.u32 $0, $1;")
+_PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; prefetch.global.L2 [$1 + 128]; mov.u32 $0, 0;")
 
 
 class Plan(NamedTuple):
@@ -69,6 +75,9 @@ class Plan(NamedTuple):
     """Whether tiles may be halved; not where a tile's parts belong together."""
     column_parts: int = 2
     """Column parts that a stage has room for."""
+    brief: bool = False
+    """Whether a program has a few tiles at most, all of them halved, so that it matters how soon it
+    begins. Each weight is read once."""
     listeners: int = 3
     """Both warpgroups, and the warp that copies scales."""
 
@@ -108,13 +117,16 @@ def plan(
     return Plan(columns, k, n, bn, shift, experts, m_max, group_m, stages, halves=not activate)
 
 
-def deeper(plan: Plan) -> Plan | None:
+def deeper(plan: Plan, brief: bool) -> Plan | None:
     """Return the Plan of launches in which all tiles are halved; None for products whose tiles may
-    not be, or are not masked. In the memory of a Plan's stages two squares each instead of three
-    would be half as many more, but there is room for the scales of one more."""
+    not be, or are not masked. `brief` is a Plan's.
+
+    In the memory of a Plan's stages two squares each instead of three would be half as many more,
+    but there is room for the scales of one more."""
     if not (plan.m_max and plan.halves):
         return None
-    return plan._replace(column_parts=1, stages=min(plan.stages + 1, 3 * plan.stages // 2))
+    stages = min(plan.stages + 1, 3 * plan.stages // 2)
+    return plan._replace(column_parts=1, stages=stages, brief=brief)
 
 
 @gluon.jit
@@ -132,7 +144,11 @@ def _bring(operands, ring, stage, turn, place, k, PARTS: gl.constexpr, PLAN: gl.
     for box in gl.static_range(BOXES):
         to = rows_at(ring, stage, PLAN).slice(HIGH * box, HIGH, dim=0)
         async_load(operands.x, [place.first + HIGH * box, k], full, to)
-    async_load(operands.w, [line, k], full, columns_at(ring, stage, 0, PLAN))
+    left = columns_at(ring, stage, 0, PLAN)
+    if PLAN.brief and _READ_ONCE is not None:
+        async_load(operands.w, [line, k], full, left, cache_policy=_READ_ONCE)
+    else:
+        async_load(operands.w, [line, k], full, left)
 
 
 @gluon.jit
@@ -158,17 +174,30 @@ def _told_deep(turns, PLAN: gl.constexpr, DEEP: gl.constexpr):
 
 
 @gluon.jit
+def _end_warps():
+    """Ends the warps that have done their role, as its last step, or that have none; what they
+    copied has arrived.
+
+    Triton would have all roles meet, hand registers back and be told to stop, for nothing that
+    comes after. It adds warps that wait for this where a role's warps do not come in fours: so
+    there must be none of them here."""
+    gl.inline_asm_elementwise(_EXIT, "=r,r", [gl.to_tensor(0)], gl.int32, False, 1)
+
+
+@gluon.jit
 def _produce(operands, listed, ring, turns, PLAN: gl.constexpr, DEEP: gl.constexpr):
     tiles = tiles_of(*listed, PLAN)
     _by_depth(
         produce, (operands, operands, tiles, ring, turns, find_nothing, _bring, _bring),
         tiles.halved == tiles.total, PLAN, DEEP,
     )  # fmt: skip
+    _end_warps()
 
 
 @gluon.jit
 def _produce_scales(scales, ring, turns, PLAN: gl.constexpr, DEEP: gl.constexpr):
     _by_depth(_copy_scales, (scales, ring, turns), _told_deep(turns, PLAN, DEEP), PLAN, DEEP)
+    _end_warps()
 
 
 @gluon.jit
@@ -206,6 +235,7 @@ def _consume(
 ):  # fmt: skip
     is_deep = _told_deep(turns, PLAN, DEEP)
     _by_depth(_sum_up, (result, ring, turns, ME, GATE, SAVE_PRE), is_deep, PLAN, DEEP)
+    _end_warps()
 
 
 @gluon.jit
@@ -279,15 +309,31 @@ def _activated(gate, up, result, tile, I: gl.constexpr, GATE: gl.constexpr):
     gl.store(result.out + at, quantised, mask=mask)
 
 
+@gluon.jit
+def _prefetch(weight, PLAN: gl.constexpr):
+    """Asks the L2 cache for the first 256 of the reduction of the program's first half tile, which
+    it has if every expert has rows. It takes the time of two trips to memory to learn which."""
+    HALVES: gl.constexpr = 2 * column_tiles(PLAN)
+    by: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    expert, half = gl.program_id(0) // HALVES, gl.program_id(0) % HALVES
+    line = expert * PLAN.lines + half * BLOCK + gl.arange(0, BLOCK, by)
+    line = gl.minimum(line, PLAN.experts * PLAN.lines - 1)
+    at = weight + line.to(gl.int64) * PLAN.k
+    gl.inline_asm_elementwise(_PREFETCH, "=r,l", [at], gl.int32, False, 1)
+
+
 @gluon.jit(do_not_specialize=["stride_xs", "stride_xg", "stride_os"])
 def fp8_hopper_kernel(
-    x, w, x_scale, w_scale, out, out_scale, pre, taken, ends, tile_expert, tile_row,
+    x, w, weight, x_scale, w_scale, out, out_scale, pre, taken, ends, tile_expert, tile_row,
     num_tiles, stride_xs, stride_xg, stride_os,
     PLAN: gl.constexpr, DEEP: gl.constexpr, GATE: gl.constexpr, SAVE_PRE: gl.constexpr,
 ):  # fmt: skip
     """x [S, K] and w [E * N, K] as boxes; see Operands. GATE None: the product is stored as it is,
     through boxes of rows [64, 64]. `taken` is an order's; masked, turns are dealt, and
-    `tile_expert`, `tile_row` and `num_tiles` are None. DEEP is what `deeper` says of PLAN."""
+    `tile_expert`, `tile_row` and `num_tiles` are None. DEEP is what `deeper` says of PLAN; `weight`
+    is w as a pointer where it is brief, and None elsewhere."""
+    if weight is not None:
+        _prefetch(weight, DEEP)
     ring, turns = ring_of(w, PLAN, DEEP), turns_of(taken, PLAN)
     staged = None
     if GATE is None:
@@ -301,7 +347,9 @@ def fp8_hopper_kernel(
             (_consume, (result, ring, turns, 1, PLAN, DEEP, GATE, SAVE_PRE)),
             (_produce, (operands, listed, ring, turns, PLAN, DEEP)),
             (_produce_scales, (scales, ring, turns, PLAN, DEEP)),
+            (_end_warps, ()),
+            (_end_warps, ()),
         ],
-        [4, 1, 1],
-        [224, 56, 56],
+        [4, 1, 1, 1, 1],
+        [224, 56, 56, 56, 56],
     )
