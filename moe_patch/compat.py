@@ -960,15 +960,22 @@ def _binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> Binary:
     return Binary(start, compiled.function, settings, boxes, unread, last == "()")
 
 
+@functools.cache
+def _encoder() -> tuple[Any, tuple[None, ...]]:
+    """Triton's function that encodes a descriptor, and what it is given besides that and the
+    launcher's knowledge: since 3.8 the launcher's other arguments, which it does not read."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    others = len(inspect.signature(make_tensordesc_arg).parameters) - 2
+    return make_tensordesc_arg, (None,) * others
+
+
 def encoded(box: Any, name: tuple[int, ...], meta: dict[str, Any]) -> list[Any]:
     """The arguments that a descriptor becomes, kept with it by what a binary wants of it."""
     known = vars(box).setdefault("encoded", {})
     if name not in known:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        # since 3.8 the launcher's other arguments too, which it does not read
-        rest = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
-        known[name] = make_tensordesc_arg(box, meta, *rest)
+        encode, rest = _encoder()
+        known[name] = encode(box, meta, *rest)
     return known[name]
 
 
