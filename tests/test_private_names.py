@@ -323,13 +323,13 @@ def test_a_family_that_lost_a_class_is_left(monkeypatch):
         notices._warn_uncompiled.cache_clear()
 
 
-# One place
-
-
 def test_tiles_that_are_read_once_have_a_policy_since_triton_3_9():
     policy = compat.gluon_read_once()
     assert (policy is not None) == (compat.release(triton.__version__) >= compat.release("3.9"))
     assert policy is None or policy.l2.primary == "evict_first"
+
+
+# One place
 
 
 def test_private_names_are_in_compat_alone():

@@ -522,7 +522,8 @@ def test_masked_tiles_are_dealt_evenly(monkeypatch, loads, experts):
 
 @pytest.mark.parametrize("n, programs", [(296, 9), (512, 5), (512, 16)])
 def test_a_brief_masked_launch_asks_early(monkeypatch, forgetful, n, programs):
-    """For what each program reads first. Programs may be more than half tiles, or fewer."""
+    """Lines asked for are those that a program reads first, if every expert has rows; weights alone
+    are brought with the policy of what is read once. Programs may be more than half tiles."""
     fp8_on_hopper(monkeypatch, programs)
     (early, read), ptx, load = ({}, {}), gluon_on_cpu.PTX, gluon_on_cpu.FAKES["async_load"]
     prefetch = ptx[fp8._PREFETCH.value]
@@ -532,10 +533,12 @@ def test_a_brief_masked_launch_asks_early(monkeypatch, forgetful, n, programs):
         return prefetch(at)
 
     def loads(box, at, *rest, **more):
+        assert ("cache_policy" in more) == (box.block_shape == (128, 128))
         if box.block_shape == (128, 128):
             read.setdefault(int(here().program), int(at[0]))
         load(box, at, *rest, **more)
 
+    monkeypatch.setattr(fp8, "_READ_ONCE", "policy")
     monkeypatch.setitem(ptx, fp8._PREFETCH.value, asks)
     monkeypatch.setitem(gluon_on_cpu.FAKES, "async_load", loads)
     gluon_on_cpu.forget()
@@ -548,13 +551,19 @@ def test_a_brief_masked_launch_asks_early(monkeypatch, forgetful, n, programs):
         assert early[program] == [min(line + i, 3 * n - 1) for i in range(128)]
 
 
-def test_which_masked_launches_are_brief(monkeypatch):
+@pytest.mark.parametrize(
+    "experts, n, k, brief",
+    [
+        (4, 4096, 7168, True),
+        (16, 4096, 7168, True),
+        (17, 4096, 7168, False),
+        (1, 128, 256, True),
+        (1, 128, 240, False),
+    ],
+)
+def test_which_masked_launches_are_brief(monkeypatch, experts, n, k, brief):
     monkeypatch.setattr(chips, "multiprocessors", lambda device: 132)
-    taken = {
-        (experts, n, k): fp8_gemm._brief(experts, n, k, None)
-        for experts, n, k in ((4, 4096, 7168), (16, 4096, 7168), (17, 4096, 7168), (1, 128, 128))
-    }
-    assert list(taken.values()) == [True, True, False, False]
+    assert fp8_gemm._brief(experts, n, k, None) == brief
 
 
 @pytest.mark.parametrize("stages, more", [(1, 1), (2, 3), (4, 5)])
