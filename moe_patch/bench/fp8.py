@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class _Row:
     bytes: float
     judge: Callable[[], law.Row]
     graph: bool = False
-    """Whether CUDA graphs of the calls are timed, for which the masked layout exists."""
+    """Whether CUDA graphs of the calls are timed."""
 
 
 class Operands(NamedTuple):
@@ -77,6 +77,12 @@ class Product(NamedTuple):
     groups: Tensor  # int32: offsets [G + 1], or the rows of each group [G] where it is masked
     run: Callable[[], Tensor]  # bfloat16 [G * M, N] or [G, M, N]
     judged: tuple[int | slice, ...]
+
+    @property
+    def masked(self) -> bool:
+        """Whether each group has room for as many rows. CUDA graphs of it are timed, for which that
+        layout exists."""
+        return self.groups.numel() == len(self.operands.rhs)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The judged rows: of float32, rounded to bfloat16, and of float64."""
@@ -234,7 +240,8 @@ def _row(product: Product, others: dict[str, Callable[[], object]]) -> _Row:
         return _verdict("out", product.run()[product.judged], *product.expected())
 
     calls = {OURS: product.run} | others
-    return _Row(product.name, calls, product.flops, product.operands.rhs.numel(), judge)
+    weights = product.operands.rhs.numel()
+    return _Row(product.name, calls, product.flops, weights, judge, graph=product.masked)
 
 
 def _contiguous(groups: int, m: int, n: int, k: int) -> _Row:
@@ -255,7 +262,7 @@ def _contiguous(groups: int, m: int, n: int, k: int) -> _Row:
 
 def masked(groups: int, m_max: int, n: int, k: int, count: int) -> _Row:
     """A product of groups that have `count` rows of m_max each."""
-    return replace(_row(masked_product(groups, m_max, n, k, count), {}), graph=True)
+    return _row(masked_product(groups, m_max, n, k, count), {})
 
 
 def _layer(tokens: int) -> _Row:

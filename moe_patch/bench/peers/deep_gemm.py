@@ -33,7 +33,7 @@ def _contender(product: Product, call: Call) -> Contender:
     return Contender({"": call}, read)
 
 
-def _theirs(product: Product, *, masked: bool) -> Contender:
+def _theirs(product: Product) -> Contender:
     """DeepGEMM's side. Raises whatever the package does where it does not fit."""
     package: Any = importlib.import_module("deep_gemm")
     lhs, lhs_scale, rhs, rhs_scale = product.operands
@@ -41,7 +41,7 @@ def _theirs(product: Product, *, masked: bool) -> Contender:
     a = lhs, package.get_mn_major_tma_aligned_tensor(lhs_scale)
     b = rhs, rhs_scale
     out = torch.empty(*lhs.shape[:-1], rhs.shape[1], dtype=torch.bfloat16, device=lhs.device)
-    if masked:
+    if product.masked:
         mean = int(product.groups.float().mean())
 
         def call() -> Tensor:
@@ -63,22 +63,22 @@ def _parts(product: Product) -> Iterator[Part]:
     yield Part("out", ..., *product.expected())
 
 
-def comparison(product: Product, *, masked: bool) -> Comparison:
+def comparison(product: Product) -> Comparison:
     """One row."""
     return Comparison(
         "FP8, scales 1x128 and 128x128", product.name, product.flops,
-        _contender(product, product.run), functools.partial(_theirs, product, masked=masked),
-        functools.partial(_parts, product), torch.bfloat16, graph=masked,
+        _contender(product, product.run), functools.partial(_theirs, product),
+        functools.partial(_parts, product), torch.bfloat16, graph=product.masked,
     )  # fmt: skip
 
 
 def comparisons() -> Iterable[Comparison]:
     """The contiguous rows, then the masked ones."""
     for sizes in CONTIGUOUS:
-        yield comparison(contiguous_product(*sizes), masked=False)
+        yield comparison(contiguous_product(*sizes))
     for sizes in MASKED:
         for count in MASKED_ROWS:
-            yield comparison(masked_product(*sizes, count), masked=True)
+            yield comparison(masked_product(*sizes, count))
 
 
 def compared(_: Case, seconds: float) -> Iterator[Compared]:
