@@ -925,8 +925,9 @@ class Binary(NamedTuple):
     function: int
     """The kernel on its device."""
     settings: tuple[Any, ...]
-    boxes: list[Any]
-    """(place, name, what the launcher knows) of each descriptor, from the last to the first."""
+    boxes: list[tuple[int, str, Any]]
+    """(place among the arguments, name, what the launcher knows) of each descriptor; the name says
+    what this binary wants of it."""
     unread: tuple[None, ...]
     """None for each constexpr, which travel behind the arguments."""
     packed: bool
@@ -953,7 +954,7 @@ def _binary(kernel: Any, compiled: Any, args: tuple[Any, ...]) -> Binary:
     if at:  # wrapped in Python, to encode descriptors at every launch
         start = inspect.getclosurevars(start).nonlocals["launcher"]
         for i, meta in zip(at, compiled.metadata.tensordesc_meta, strict=True):
-            boxes.insert(0, (i, (meta["swizzle"], *meta["block_size"]), meta))
+            boxes.append((i, str((meta["swizzle"], *meta["block_size"])), meta))
     *names, last = _convention()
     settings = tuple(_SETTINGS[name](compiled) for name in names)
     unread = (None,) * (len(kernel.params) - len(args))
@@ -970,13 +971,11 @@ def _encoder() -> tuple[Any, tuple[None, ...]]:
     return make_tensordesc_arg, (None,) * others
 
 
-def encoded(box: Any, name: tuple[int, ...], meta: dict[str, Any]) -> list[Any]:
-    """The arguments that a descriptor becomes, kept with it by what a binary wants of it."""
-    known = vars(box).setdefault("encoded", {})
-    if name not in known:
-        encode, rest = _encoder()
-        known[name] = encode(box, meta, *rest)
-    return known[name]
+def encode(box: Any, name: str, meta: dict[str, Any]) -> None:
+    """Keeps in `box.encoded` the arguments that a descriptor becomes, by what a binary wants."""
+    if name not in box.encoded:
+        make, rest = _encoder()
+        box.encoded[name] = make(box, meta, *rest)
 
 
 _DESCRIPTOR = _name(

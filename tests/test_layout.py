@@ -28,7 +28,7 @@ FLOORS = tuple(
         """formats formats.scaled formats.format formats.nf4 formats.mxfp4 formats.int4
         formats.packed formats.checkpoints""",
         "reference",
-        """kernels kernels.ahead kernels.chips kernels.boxes kernels.launch
+        """kernels kernels.ahead kernels.binder kernels.chips kernels.boxes kernels.launch
         kernels.interpreter kernels.table
         kernels.activate kernels.tiles kernels.tiling kernels.low_rank kernels.widen kernels.packed
         kernels.weights kernels.topk

@@ -110,13 +110,26 @@ def gluon_box(
 def weight_box(weight: Tensor, columns: int, reduction: int) -> Any:
     """A `gluon_box` of [E, N, K], over all experts' lines as they lie: boxes [columns, reduction]
     of [E * N, K], or [reduction, columns] of [E * K, N] where that is contiguous."""
-    block = (columns, reduction)
-    if weight.stride(2) != 1:
-        weight, block = weight.transpose(1, 2), (reduction, columns)
-    if not weight.is_contiguous():
+    strides = weight.stride()
+    return _weight_box(weight.data_ptr(), weight.dtype, weight.shape, strides, columns, reduction)
+
+
+@functools.lru_cache(4096)
+def _weight_box(
+    pointer: int,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    columns: int,
+    reduction: int,
+) -> Any:
+    (experts, n, k), block = shape, (columns, reduction)
+    if strides[2] != 1:
+        n, k, block = k, n, (reduction, columns)
+        strides = strides[0], strides[2], strides[1]
+    if strides != (n * k, k, 1):
         return None
-    shape = weight.shape[0] * weight.shape[1], weight.shape[2]
-    return gluon_box(weight.data_ptr(), weight.dtype, shape, block)
+    return gluon_box(pointer, dtype, (experts * n, k), block)
 
 
 FAR = 2**30
@@ -152,10 +165,9 @@ def rows_box(
 def parts_box(rows: Tensor, tail: int) -> tuple[Any, Any]:
     """A `rows_box` of 64 columns of [rows, columns], for the 64 rows that each warpgroup has of a
     tile, and one for the tile's tail, or None where tiles have none."""
-    box = functools.partial(
-        rows_box, rows.data_ptr(), rows.dtype, tuple(rows.shape), stride=rows.stride(0)
-    )
-    return box((64, 64)), box((tail, 64)) if tail else None
+    pointer, dtype, shape, stride = rows.data_ptr(), rows.dtype, rows.shape, rows.stride(0)
+    part = rows_box(pointer, dtype, shape, (64, 64), stride)
+    return part, rows_box(pointer, dtype, shape, (tail, 64), stride) if tail else None
 
 
 @dataclass(frozen=True)
@@ -183,6 +195,12 @@ def _described(
 
 
 def _of_kind(descriptor: Any, dtype: torch.dtype, block: tuple[int, ...]) -> Any:
-    """The descriptor, saying what a kernel is compiled for, as `Launch` asks."""
-    descriptor.kind = dtype, block
+    """The descriptor, with what a kernel is compiled for and room for what `Launch` makes of it."""
+    descriptor.kind, descriptor.encoded = _kind(dtype, block), {}
     return descriptor
+
+
+@functools.cache
+def _kind(dtype: torch.dtype, block: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """One object for each."""
+    return dtype, block

@@ -27,7 +27,7 @@ from .grouped_gemm import multiply_a
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
 from .low_rank import Boxes as UpdateBoxes
-from .tiles import ROLES, Product, Tile, choose, plan_of, portable
+from .tiles import ROLES, Lying, Product, Tile, choose, plan_of, portable
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import Weight, boxed_weight, suffix, weight_dot, weight_operand
 
@@ -167,6 +167,16 @@ def _launch_on_hopper(activation: str, **sizes: Any) -> Launch:
     return Launch(dgate_hopper_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
 
 
+@functools.lru_cache(4096)
+def _ready_on_hopper(
+    activation: str, tile: Tile, weight: Lying, tiles: int, device: torch.device, **sizes: Any
+) -> tuple[Launch, tuple[int]]:
+    """The kernel in hopper/, and its grid for as many row tiles."""
+    tiles *= cdiv(weight.shape[1], tile.bn)
+    start = _launch_on_hopper(activation, **plan_of(tile, weight), **sizes)
+    return start, (min(chips.multiprocessors(device), tiles),)
+
+
 class _Boxes(NamedTuple):
     """Boxes that the kernel in hopper/ reads through TMA, and the weight's scales."""
 
@@ -193,11 +203,10 @@ def _boxes(
         return None
     inner = weight.shape[1]
     w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
-    gate_box = gluon_box(
-        pre.data_ptr(), torch.float32, (pre.shape[0], inner // 2), (64, 32), (inner, 1)
-    )
-    ups = pre.data_ptr() + inner * pre.element_size()
-    up_box = gluon_box(ups, pre.dtype, (pre.shape[0], inner), (64, 64), (2 * inner, 1))
+    slots, gates, dtype = pre.shape[0], pre.data_ptr(), pre.dtype
+    gate_box = gluon_box(gates, torch.float32, (slots, inner // 2), (64, 32), (inner, 1))
+    ups = gates + inner * dtype.itemsize
+    up_box = gluon_box(ups, dtype, (slots, inner), (64, 64), (2 * inner, 1))
     low = update_boxes(update, weight, tile.bn)
     if w_box is None or gate_box is None or up_box is None or low is None:
         return None
@@ -217,15 +226,15 @@ def _on_hopper(
 ) -> None:
     """Starts the kernel in hopper/."""
     d_pre, act, d_scale = made
-    top_k = order.row_to_slot.numel() // d_out.shape[0]
-    start = _launch_on_hopper(
-        activation, stride_x=d_out.stride(0), top_k=top_k, weight_on_input=weight_on_input,
+    start, grid = _ready_on_hopper(
+        activation, tile, Lying(weight.shape, weight.stride(), weight.dtype, boxes.low.rank),
+        order.tile_expert.numel(), d_out.device,
+        stride_x=d_out.stride(0), top_k=order.row_to_slot.numel() // d_out.shape[0],
+        weight_on_input=weight_on_input,
         need_pre=d_pre.numel() > 0, need_act=act.numel() > 0, need_scale=d_scale.numel() > 0,
-        **plan_of(tile, weight, boxes.low.rank),
     )  # fmt: skip
-    tiles = order.tile_expert.numel() * cdiv(weight.shape[1], tile.bn)
     start(
-        (min(chips.multiprocessors(d_out.device), tiles),),
+        grid,
         d_out, boxes.weight, boxes.scales, boxes.low.side, boxes.low.b, slot_weight,
         boxes.gate, boxes.up, d_pre, act, d_scale, order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
@@ -261,10 +270,10 @@ def dgate(
     name = "dgate" + suffix(down_proj, scale)
     product = Product(name, order.block_m, slots // experts, inner, hidden, dtype, device)
     tile, boxes, form = choose(*product), None, parse(activation).form
-    turned = None if scale is None else scale.mT
+    weight, scale = down_proj.mT, None if scale is None else scale.mT  # [E, N = I, K = H]
     if tile.warps == ROLES:
         if form == "concatenated" and order.block_m == tile.bm:
-            boxes = _boxes(d_out, down_proj.mT, turned, pre, tile, low_rank)
+            boxes = _boxes(d_out, weight, scale, pre, tile, low_rank)
         if boxes is None:
             tile = portable(product)
     columns = cdiv(inner, tile.bn)
@@ -279,11 +288,10 @@ def dgate(
         multiply_a(d_out, low_rank, order, slots // len(d_out))
     if boxes is not None:
         _on_hopper(
-            boxes, d_out, down_proj.mT, order, slot_weight, weight_on_input, Made(*made), tile,
-            activation,
+            boxes, d_out, weight, order, slot_weight, weight_on_input, Made(*made), tile, activation
         )  # fmt: skip
         return made
-    operand = weight_operand(down_proj.mT, turned, tile.bn, tile.bk)  # [E, N = I, K = H]
+    operand = weight_operand(weight, scale, tile.bn, tile.bk)
     low = update_operand(low_rank) if low_rank else NO_UPDATE
     parts = 1 if tile.bn < 64 else 8 if form == "interleaved" else 4
     start = _launches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -111,33 +112,61 @@ def _launch_on_hopper(few: bool, **sizes: int) -> Launch:
     return Launch(dw_hopper_kernel, PLAN=plan, num_warps=4)
 
 
+@functools.lru_cache(4096)
+def _ready_on_hopper(
+    tile: Tile,
+    rows: int,
+    shape: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    device: torch.device,
+    **how: Any,
+) -> tuple[Launch, tuple[int]]:
+    """The kernel in hopper/ for `rows` rows of all experts and a result of that shape and strides,
+    and its grid; `how` are more fields of its plan."""
+    (experts, m, n), turned, stages = shape, strides[2] != 1, tile.stages
+    if how["add"] and how["boxed"]:
+        stages = min(stages, 3)  # beside boxes to add to
+    start = _launch_on_hopper(
+        rows // experts < (2 * FEW if how["add"] else FEW),
+        m=m, n=n, turned=turned, stride_e=strides[0], stride_row=strides[2 if turned else 1],
+        stages=stages, **how,
+    )  # fmt: skip
+    tiles = experts * cdiv(m, BM) * cdiv(n, BN)
+    return start, (min(chips.multiprocessors(device), tiles),)
+
+
+def _result_boxes(out: Tensor) -> Any:
+    """Boxes [64, 64] of a result's rows as they lie, [E, M, N] or [E, N, M]; None where those are
+    not contiguous or boxes not lawful."""
+    (experts, rows, columns), strides = out.shape, out.stride()
+    if strides[2] != 1:
+        rows, columns = columns, rows
+        strides = strides[0], strides[2], strides[1]
+    if strides != (rows * columns, columns, 1):
+        return None
+    return rows_box(out.data_ptr(), out.dtype, (experts * rows, columns), (64, 64))
+
+
 def _on_hopper(
     p: Tensor, q: Tensor, order: ExpertOrder, gather: int, out: Tensor, add: bool, tile: Tile
 ) -> bool:
     """Starts the kernel in hopper/, unless operands cannot be copied by 16 bytes."""
-    turned = out.stride(2) != 1  # it lies as [E, N, M]
-    lies = out.transpose(1, 2) if turned else out
-    (experts, m, n), (stride_e, stride_row, stride_column) = out.shape, lies.stride()
-    sizes = (m, n, p.stride(0), q.stride(0), p.data_ptr() // p.element_size())
-    if stride_column != 1 or p.dtype != q.dtype or any(size % 8 for size in sizes):
+    (experts, m, n), strides, dtype = out.shape, out.stride(), p.dtype
+    stride_p, stride_q = p.stride(0), q.stride(0)
+    if 1 not in strides[1:] or q.dtype != dtype:
         return False
-    box = rows_box(q.data_ptr(), q.dtype, (q.shape[0], n), (64, BN), q.stride(0))
+    if (m | n | stride_p | stride_q) % 8 or p.data_ptr() % 16:
+        return False
+    box = rows_box(q.data_ptr(), dtype, q.shape, (64, BN), stride_q)
     if box is None:
         return False
-    boxes = None
-    if out.dtype == p.dtype and lies.is_contiguous():
-        _, rows, columns = lies.shape
-        boxes = rows_box(out.data_ptr(), out.dtype, (experts * rows, columns), (64, 64))
-    boxed = boxes is not None
-    start = _launch_on_hopper(
-        q.shape[0] // experts < (2 * FEW if add else FEW),
-        m=m, n=n, turned=turned, stride_e=stride_e, stride_row=stride_row, gather=gather,
-        stride_gathered=p.stride(0), add=add, boxed=boxed,
-        stages=min(tile.stages, 3) if add and boxed else tile.stages,  # beside boxes to add to
+    boxes = _result_boxes(out) if out.dtype == dtype else None
+    start, grid = _ready_on_hopper(
+        tile, len(q), out.shape, strides, p.device,
+        gather=gather, stride_gathered=stride_p, add=add, boxed=boxes is not None,
     )  # fmt: skip
-    programs = min(chips.multiprocessors(p.device), experts * cdiv(m, BM) * cdiv(n, BN))
     start(
-        (programs,), p, box, out, boxes if boxed else out, order.row_to_slot, order.expert_offsets,
+        grid, p, box, out, out if boxes is None else boxes, order.row_to_slot, order.expert_offsets,
         order.large_first, order.num_large, order.taken, experts,
     )  # fmt: skip
     return True

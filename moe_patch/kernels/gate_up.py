@@ -20,7 +20,7 @@ from .grouped_gemm import multiply_a
 from .in_steps import width
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
-from .tiles import ROLES, Product, Tile, choose, plan_of, portable, tail_for
+from .tiles import ROLES, Lying, Product, Tile, choose, plan_of, portable, tail_for
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import BLOCK, Weight, boxed_weight, suffix, weight_dot, weight_operand
 
@@ -167,6 +167,16 @@ def _launch_on_hopper(activation: str, **sizes: Any) -> Launch:
     return Launch(gate_up_hopper_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
 
 
+@functools.lru_cache(4096)
+def _ready_on_hopper(
+    activation: str, tile: Tile, weight: Lying, tiles: int, device: torch.device, **sizes: Any
+) -> tuple[Launch, tuple[int]]:
+    """The kernel in hopper/, and its grid for as many row tiles."""
+    tiles *= cdiv(weight.shape[1] // 2, tile.bn)
+    start = _launch_on_hopper(activation, **plan_of(tile, weight), **sizes)
+    return start, (min(chips.multiprocessors(device), tiles),)
+
+
 def _on_hopper(
     x: Tensor,
     weight: Tensor,
@@ -177,8 +187,8 @@ def _on_hopper(
     scale: Tensor | None,
 ) -> bool:
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
-    act, pre, width = result.act, result.pre, weight.shape[1]
-    slots, inner = act.shape
+    act, pre, dtype = result.act, result.pre, x.dtype
+    slots, inner = shape = act.shape
     save_pre = pre.numel() > 0
     by_16_bytes = not (x.stride(0) % 8 or x.data_ptr() % 16)
     if not by_16_bytes or order.block_m != tile.bm:
@@ -186,25 +196,24 @@ def _on_hopper(
     if scale is not None and inner % BLOCK:  # a block of gates and ups
         return False
     w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
-    box = functools.partial(rows_box, dtype=x.dtype, shape=act.shape, block=(64, 64))
-    act_box = gate_box = up_box = box(act.data_ptr())
+    act_box = gate_box = up_box = rows_box(act.data_ptr(), dtype, shape, (64, 64))
     if save_pre:
-        gate_box = box(pre.data_ptr(), stride=width)
-        up_box = box(pre.data_ptr() + inner * pre.element_size(), stride=width)
+        gates = pre.data_ptr()
+        gate_box = rows_box(gates, dtype, shape, (64, 64), 2 * inner)
+        up_box = rows_box(gates + inner * dtype.itemsize, dtype, shape, (64, 64), 2 * inner)
     tail = tail_for(weight, slots)
     low = update_boxes(update, weight, tile.bn, tail)
     if w_box is None or act_box is None or gate_box is None or up_box is None or low is None:
         return False
-    top_k = slots // x.shape[0]
-    start = _launch_on_hopper(
-        result.activation, stride_x=x.stride(0), top_k=top_k,
-        weight_on_input=result.weight_on_input, save_pre=save_pre,
-        **plan_of(tile, weight, low.rank), tail=tail,
+    start, grid = _ready_on_hopper(
+        result.activation, tile, Lying(weight.shape, weight.stride(), weight.dtype, low.rank),
+        order.tile_expert.numel(), x.device,
+        stride_x=x.stride(0), top_k=slots // x.shape[0],
+        weight_on_input=result.weight_on_input, save_pre=save_pre, tail=tail,
     )  # fmt: skip
-    tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     slot_weight = result.slot_weight if result.weight_on_input else act  # which is not read
     start(
-        (min(chips.multiprocessors(x.device), tiles),),
+        grid,
         x, w_box, scales, low.side, low.tail, low.b, slot_weight, act_box, gate_box, up_box,
         order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,

@@ -15,7 +15,7 @@ from . import chips, packed_products
 from .boxes import box, parts_box, rows_box
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
-from .tiles import ROLES, Product, Tile, choose, plan_of, portable, tail_for
+from .tiles import ROLES, Lying, Product, Tile, choose, plan_of, portable, tail_for
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import Weight, boxed_weight, suffix, weight_dot, weight_operand
 
@@ -81,6 +81,16 @@ def _launch_on_hopper(**sizes: int) -> Launch:
     return Launch(gemm_hopper_kernel, PLAN=Plan(**sizes), num_warps=4)
 
 
+@functools.lru_cache(4096)
+def _ready_on_hopper(
+    tile: Tile, weight: Lying, tail: int, tiles: int, device: torch.device
+) -> tuple[Launch, tuple[int]]:
+    """The kernel in hopper/, and its grid for as many row tiles."""
+    tiles *= cdiv(weight.shape[1], tile.bn)
+    start = _launch_on_hopper(**plan_of(tile, weight), tail=tail)
+    return start, (min(chips.multiprocessors(device), tiles),)
+
+
 def multiply_a(x: Tensor, update: LowRank, order: ExpertOrder, gather: int = 0) -> None:
     """Writes x A^T into an update's `side`; arguments as of `grouped_gemm`."""
     grouped_gemm(x, update.a, order, gather=gather, out=update.side)
@@ -98,18 +108,17 @@ def _on_hopper(
     """Starts the kernel in hopper/, unless the operands' boxes are not lawful."""
     if order.block_m != tile.bm:
         return False
-    _, n, k = weight.shape
     tail = tail_for(weight, order.row_to_slot.numel())
     x_box, tail_box = parts_box(x, tail)
     w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
-    out_box = rows_box(out.data_ptr(), out.dtype, (out.shape[0], n), (64, 64))
+    out_box = rows_box(out.data_ptr(), out.dtype, out.shape, (64, 64))
     low = update_boxes(update, weight, tile.bn, tail)
     if x_box is None or w_box is None or out_box is None or low is None:
         return False
-    start = _launch_on_hopper(**plan_of(tile, weight, low.rank), tail=tail)
-    programs = min(chips.multiprocessors(x.device), order.tile_expert.numel() * cdiv(n, tile.bn))
+    lying = Lying(weight.shape, weight.stride(), weight.dtype, low.rank)
+    start, grid = _ready_on_hopper(tile, lying, tail, order.tile_expert.numel(), x.device)
     start(
-        (programs,),
+        grid,
         x_box, tail_box, w_box, scales, low.side, low.tail, low.b, out_box, order.taken,
         order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

@@ -1,10 +1,11 @@
 """Starts a kernel without Triton's argument binder, which costs more than a decode step's kernels.
 
 The first launch of a kind goes through Triton, which compiles (`ahead`: all that its call starts);
-the next ones find the binary by what the arguments are and call the C function behind Triton's
-launcher. Tensors' dtypes, descriptors' dtypes and boxes, and which arguments are None: besides its
-constants, a binary depends on nothing else. Strides are among these, counts are not specialised,
-and unaligned pointers always take Triton's own way.
+the next ones call the C function behind Triton's launcher: that of the last launch, if its binary
+is for such arguments, too (`binder`), else that of the binary which is found by what they are.
+Tensors' dtypes, descriptors' dtypes and boxes, and which arguments are None: besides its constants,
+a binary depends on nothing else. Strides are among these, counts are not specialised, and unaligned
+pointers always take Triton's own way.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from .. import compat
-from ..compat import cuda_device, cuda_stream, encoded
+from ..compat import cuda_device, encode
 from .ahead import THREAD, compile_call
+from .binder import Start, written_out
 
 DIRECT: bool = compat.starts_directly()
 
@@ -33,7 +34,8 @@ class Launch:
     def __init__(self, kernel: Any, **constants: Any) -> None:
         self.kernel = kernel
         self.constants = {"enable_fp_fusion": True, **constants}
-        self._binaries: dict[tuple, compat.Binary] = {}
+        self._starts: dict[tuple, tuple[compat.Binary, Start]] = {}
+        self._last: Start = _never
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """kernel[grid](*args, **constants) on the current device and stream.
@@ -41,58 +43,57 @@ class Launch:
         `args` are tensors, descriptors of `boxes`, None and non-negative counts marked
         do_not_specialize.
         """
+        if DIRECT and self._last(grid, args):
+            return
         if not THREAD.ready:
             if THREAD.rehearsed is not None:
                 THREAD.rehearsed.append((self, grid, args))
                 return
             compat.bind_thread()
             THREAD.ready = True
-        if not DIRECT:
+        if not (DIRECT and self._found(grid, args)):
             self.kernel[grid](*args, **self.constants)
-            return
-        hooks = triton.knobs.runtime
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # profiler
-            self.kernel[grid](*args, **self.constants)
-            return
-        device = cuda_device()
-        kind: list[Any] = [device]
-        bits, values = 0, []
-        for arg in args:
-            if isinstance(arg, Tensor):
-                kind.append(arg.dtype)
-                arg = arg.data_ptr()
-                bits |= arg
-            elif isinstance(arg, int):
-                bits |= arg >> 31  # i64
-            else:
-                kind.append(None if arg is None else arg.kind)
-            values.append(arg)
-        key = tuple(kind)
-        binary = self._binaries.get(key)
-        if bits & 15:
-            self.kernel[grid](*args, **self.constants)
-            return
-        if binary is None:
-            compile_call()
-            self._keep(key, self.kernel[grid](*args, **self.constants), args)
-            return
-        start, function, settings, boxes, unread, packed = binary
-        for at, name, meta in boxes:  # from the last to the first
-            values[at : at + 1] = encoded(values[at], name, meta)
-        stream = cuda_stream(device)
-        x, y, z = (*grid, 1, 1)[:3]
-        if packed:
-            start(x, y, z, stream, function, *settings, (*values, *unread))
-        else:
-            start(x, y, z, stream, function, *settings, *values, *unread)
 
-    def _keep(self, key: tuple, compiled: Any, args: tuple[Any, ...]) -> None:
+    def _found(self, grid: tuple[int, ...], args: tuple[Any, ...]) -> bool:
+        """Whether a binary was found for arguments of other kinds than the last launch's, or was
+        compiled, and started."""
         global DIRECT
-        found = compat.binary(self.kernel, compiled, args)
-        if found is None:
+        if not all(map(_fits, args)):
+            return False
+        key = (cuda_device(), *map(_kind, args))
+        if key in self._starts:
+            binary, start = self._starts[key]
+            for at, name, meta in binary.boxes:
+                encode(args[at], name, meta)
+            self._last = start
+            return start(grid, args)
+        compile_call()
+        compiled = self.kernel[grid](*args, **self.constants)
+        binary = compat.binary(self.kernel, compiled, args)
+        if binary is None:
             DIRECT = False
         else:
-            self._binaries[key] = found
+            self._starts[key] = binary, written_out(binary, key[0], args)
+        return True
+
+
+def _never(grid: tuple[int, ...], args: tuple[Any, ...]) -> bool:
+    """Stands for the last launch before there was one."""
+    return False
+
+
+def _fits(arg: Any) -> bool:
+    """Whether a binary for it may load 16 bytes at once, and counts in 32 bits."""
+    if isinstance(arg, Tensor):
+        return arg.data_ptr() % 16 == 0
+    return not isinstance(arg, int) or arg < 2**31
+
+
+def _kind(arg: Any) -> Any:
+    """What a binary is compiled for."""
+    if isinstance(arg, Tensor):
+        return arg.dtype
+    return None if arg is None or isinstance(arg, int) else arg.kind
 
 
 def launches(kernel: Any) -> Callable[..., Launch]:

@@ -107,13 +107,17 @@ class Boxes(NamedTuple):
     kept: Tensor | None = None
 
 
+NO_BOXES = Boxes()
+"""Arguments without an update."""
+
+
 def update_boxes(
     update: LowRank | None, weight: Tensor, columns: int, tail: int = 0
 ) -> Boxes | None:
     """Boxes of 64 of the rank: 64 rows of `side`, and `tail` of them, and `columns` of B, which
     lies as the weight [E, N, K] does, [E, N, R] or [E, R, N]. None where they are not lawful."""
     if update is None:
-        return Boxes()
+        return NO_BOXES
     side, rank, turned = update.side, update.rank, weight.stride(2) == 1
     side_box, tail_box = parts_box(side, tail)
     if side_box is None:  # a rank that is not a multiple of 8

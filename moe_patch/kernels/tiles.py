@@ -252,12 +252,20 @@ def tail_for(weight: Tensor, slots: int) -> int:
     return TAIL if rows >= 96 and (rows < 320 or weight.dtype.itemsize == 1) else 0
 
 
-def plan_of(tile: Tile, weight: Tensor, rank: int) -> dict[str, Any]:
-    """Fields that plans of the kernels in hopper/ share: of a tile, of a weight [E, N, K], and the
-    rank of an update, or 0."""
+class Lying(NamedTuple):
+    """How a weight [E, N, K] lies in memory, and the rank of its low-rank update, or 0."""
+
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    dtype: torch.dtype
+    rank: int
+
+
+def plan_of(tile: Tile, weight: Lying) -> dict[str, Any]:
+    """Fields that plans of the kernels in hopper/ share."""
     _, n, k = weight.shape
     return {
-        "n": n, "k": k, "right_turned": weight.stride(2) == 1, "rank": rank,
+        "n": n, "k": k, "right_turned": weight.strides[2] == 1, "rank": weight.rank,
         "group_m": tile.group_m, "stages": tile.stages, "listed": tile.bm,
         "widened": weight.dtype == torch.float8_e4m3fn,
     }  # fmt: skip
