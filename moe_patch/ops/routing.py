@@ -86,10 +86,10 @@ def sigmoid_scores(router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, T
 
 
 def _weights(
-    options: tuple[bool, bool, float, float], dtype: torch.dtype, index: Tensor, logits: Tensor
+    scores: tuple[bool, bool, float, float], dtype: torch.dtype, index: Tensor, logits: Tensor
 ) -> Tensor:
     """The chosen experts' weights in plain PyTorch."""
-    sigmoid, renormalize, scale, eps = options
+    sigmoid, renormalize, scale, eps = scores
     return reference.expert_weights(
         logits, index, score=SCORES[sigmoid], renormalize=renormalize, scale=scale, eps=eps
     ).to(dtype)
@@ -97,10 +97,10 @@ def _weights(
 
 class _SelectExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, router_logits, given, bias, top_k, dtype, *options):
-        index, weights = _select_experts(router_logits, given, bias, top_k, dtype, *options)
+    def forward(ctx, router_logits, given, bias, chosen, scores, groups):
+        index, weights = _select_experts(router_logits, given, bias, *chosen, *scores, *groups)
         ctx.save_for_backward(router_logits, index)
-        ctx.options = options[:4]
+        ctx.scores = scores
         ctx.mark_non_differentiable(index)
         return index, weights
 
@@ -108,11 +108,11 @@ class _SelectExperts(torch.autograd.Function):
     def backward(ctx, _, d_weights):
         logits, index = ctx.saved_tensors
         if differentiable.wanted(d_weights):
-            twin = functools.partial(_weights, ctx.options, d_weights.dtype, index)
+            twin = functools.partial(_weights, ctx.scores, d_weights.dtype, index)
             (d_logits,) = differentiable.gradients(twin, [logits], [True], d_weights)
         else:
-            d_logits = _select_experts_backward(logits, index, d_weights, *ctx.options)
-        return d_logits, *[None] * 12
+            d_logits = _select_experts_backward(logits, index, d_weights, *ctx.scores)
+        return d_logits, None, None, None, None, None
 
 
 def select_experts(
@@ -196,10 +196,10 @@ def select_experts(
     if given is not None:
         _check_given(given, (router_logits.shape[0], top_k))
     require(router_logits.device)
-    options = (
-        given, bias, top_k, dtype or router_logits.dtype, score == "sigmoid", renormalize,
-        float(scale), eps, num_groups, top_groups, group_best, group_fill,
-    )  # fmt: skip
+    # few arguments: autograd looks at each
+    chosen = top_k, dtype or router_logits.dtype
+    scores = score == "sigmoid", renormalize, float(scale), eps
+    groups = num_groups, top_groups, group_best, group_fill
     if differentiable.why_not_kernels():
         return reference.select_experts(
             router_logits, top_k, score=score, renormalize=renormalize, dtype=dtype, scale=scale,
@@ -207,8 +207,8 @@ def select_experts(
             group_best=group_best, group_fill=group_fill, given=given,
         )  # fmt: skip
     if torch.is_grad_enabled() and router_logits.requires_grad:
-        return _SelectExperts.apply(router_logits, *options)
-    return _select_experts(router_logits, *options)
+        return _SelectExperts.apply(router_logits, given, bias, chosen, scores, groups)
+    return _select_experts(router_logits, given, bias, *chosen, *scores, *groups)
 
 
 def _check_given(given: Tensor, shape: tuple[int, int]) -> None:
