@@ -160,21 +160,13 @@ class Made(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _launch_on_hopper(activation: str, **sizes: Any) -> Launch:
+def _launch_on_hopper(
+    activation: str, tile: Tile, weight: Lying, rank: int, **sizes: Any
+) -> Launch:
     from .hopper.dgate import Plan, dgate_hopper_kernel
 
-    gate = gate_of(activation, ptx=True)
-    return Launch(dgate_hopper_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
-
-
-@functools.lru_cache(4096)
-def _ready_on_hopper(
-    activation: str, tile: Tile, weight: Lying, tiles: int, device: torch.device, **sizes: Any
-) -> tuple[Launch, tuple[int]]:
-    """The kernel in hopper/, and its grid for as many row tiles."""
-    tiles *= cdiv(weight.shape[1], tile.bn)
-    start = _launch_on_hopper(activation, **plan_of(tile, weight), **sizes)
-    return start, (min(chips.multiprocessors(device), tiles),)
+    plan, gate = Plan(**plan_of(tile, weight, rank), **sizes), gate_of(activation, ptx=True)
+    return Launch(dgate_hopper_kernel, PLAN=plan, GATE=gate, num_warps=4)
 
 
 class _Boxes(NamedTuple):
@@ -226,15 +218,16 @@ def _on_hopper(
 ) -> None:
     """Starts the kernel in hopper/."""
     d_pre, act, d_scale = made
-    start, grid = _ready_on_hopper(
-        activation, tile, Lying(weight.shape, weight.stride(), weight.dtype, boxes.low.rank),
-        order.tile_expert.numel(), d_out.device,
+    lying = Lying(weight.shape, weight.stride(), weight.dtype)
+    start = _launch_on_hopper(
+        activation, tile, lying, boxes.low.rank,
         stride_x=d_out.stride(0), top_k=order.row_to_slot.numel() // d_out.shape[0],
         weight_on_input=weight_on_input,
         need_pre=d_pre.numel() > 0, need_act=act.numel() > 0, need_scale=d_scale.numel() > 0,
     )  # fmt: skip
+    tiles = order.tile_expert.numel() * cdiv(weight.shape[1], tile.bn)
     start(
-        grid,
+        (min(chips.multiprocessors(d_out.device), tiles),),
         d_out, boxes.weight, boxes.scales, boxes.low.side, boxes.low.b, slot_weight,
         boxes.gate, boxes.up, d_pre, act, d_scale, order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,

@@ -103,36 +103,30 @@ what is there, that is read, too: twice as many."""
 
 
 @functools.lru_cache(1024)
-def _launch_on_hopper(few: bool, **sizes: int) -> Launch:
-    """Few rows of an expert stay in the L2 cache. Of many 132 programs read the least where 16 row
-    tiles walk the columns side by side."""
-    from .hopper.dw import Plan, dw_hopper_kernel
-
-    plan = Plan(bm=BM, bn=BN, group_m=2 if few else 16, shared=few, **sizes)
-    return Launch(dw_hopper_kernel, PLAN=plan, num_warps=4)
-
-
-@functools.lru_cache(4096)
-def _ready_on_hopper(
+def _launch_on_hopper(
     tile: Tile,
-    rows: int,
+    few: bool,
     shape: tuple[int, int, int],
     strides: tuple[int, int, int],
-    device: torch.device,
-    **how: Any,
-) -> tuple[Launch, tuple[int]]:
-    """The kernel in hopper/ for `rows` rows of all experts and a result of that shape and strides,
-    and its grid; `how` are more fields of its plan."""
-    (experts, m, n), turned, stages = shape, strides[2] != 1, tile.stages
-    if how["add"] and how["boxed"]:
-        stages = min(stages, 3)  # beside boxes to add to
-    start = _launch_on_hopper(
-        rows // experts < (2 * FEW if how["add"] else FEW),
+    add: bool,
+    boxed: bool,
+    **gathered: int,
+) -> Launch:
+    """Of a result of that shape and strides.
+
+    Few rows of an expert stay in the L2 cache. Of many 132 programs read the least where 16 row
+    tiles walk the columns side by side.
+    """
+    from .hopper.dw import Plan, dw_hopper_kernel
+
+    (_, m, n), turned = shape, strides[2] != 1  # as [E, N, M] in memory
+    stages = min(tile.stages, 3) if add and boxed else tile.stages  # beside boxes to add to
+    plan = Plan(
         m=m, n=n, turned=turned, stride_e=strides[0], stride_row=strides[2 if turned else 1],
-        stages=stages, **how,
+        add=add, boxed=boxed, stages=stages, bm=BM, bn=BN, group_m=2 if few else 16, shared=few,
+        **gathered,
     )  # fmt: skip
-    tiles = experts * cdiv(m, BM) * cdiv(n, BN)
-    return start, (min(chips.multiprocessors(device), tiles),)
+    return Launch(dw_hopper_kernel, PLAN=plan, num_warps=4)
 
 
 def _result_boxes(out: Tensor) -> Any:
@@ -161,12 +155,14 @@ def _on_hopper(
     if box is None:
         return False
     boxes = _result_boxes(out) if out.dtype == dtype else None
-    start, grid = _ready_on_hopper(
-        tile, len(q), out.shape, strides, p.device,
-        gather=gather, stride_gathered=stride_p, add=add, boxed=boxes is not None,
+    start = _launch_on_hopper(
+        tile, len(q) // experts < (2 * FEW if add else FEW), out.shape, strides,
+        add, boxes is not None, gather=gather, stride_gathered=stride_p,
     )  # fmt: skip
+    tiles = experts * cdiv(m, BM) * cdiv(n, BN)
     start(
-        grid, p, box, out, out if boxes is None else boxes, order.row_to_slot, order.expert_offsets,
+        (min(chips.multiprocessors(p.device), tiles),),
+        p, box, out, out if boxes is None else boxes, order.row_to_slot, order.expert_offsets,
         order.large_first, order.num_large, order.taken, experts,
     )  # fmt: skip
     return True

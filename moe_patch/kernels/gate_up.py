@@ -160,21 +160,13 @@ _launches = launches(gate_up_kernel)
 
 
 @functools.lru_cache(1024)
-def _launch_on_hopper(activation: str, **sizes: Any) -> Launch:
+def _launch_on_hopper(
+    activation: str, tile: Tile, weight: Lying, rank: int, **sizes: Any
+) -> Launch:
     from .hopper.gate_up import Plan, gate_up_hopper_kernel
 
-    gate = gate_of(activation, ptx=True)
-    return Launch(gate_up_hopper_kernel, PLAN=Plan(**sizes), GATE=gate, num_warps=4)
-
-
-@functools.lru_cache(4096)
-def _ready_on_hopper(
-    activation: str, tile: Tile, weight: Lying, tiles: int, device: torch.device, **sizes: Any
-) -> tuple[Launch, tuple[int]]:
-    """The kernel in hopper/, and its grid for as many row tiles."""
-    tiles *= cdiv(weight.shape[1] // 2, tile.bn)
-    start = _launch_on_hopper(activation, **plan_of(tile, weight), **sizes)
-    return start, (min(chips.multiprocessors(device), tiles),)
+    plan, gate = Plan(**plan_of(tile, weight, rank), **sizes), gate_of(activation, ptx=True)
+    return Launch(gate_up_hopper_kernel, PLAN=plan, GATE=gate, num_warps=4)
 
 
 def _on_hopper(
@@ -205,15 +197,15 @@ def _on_hopper(
     low = update_boxes(update, weight, tile.bn, tail)
     if w_box is None or act_box is None or gate_box is None or up_box is None or low is None:
         return False
-    start, grid = _ready_on_hopper(
-        result.activation, tile, Lying(weight.shape, weight.stride(), weight.dtype, low.rank),
-        order.tile_expert.numel(), x.device,
+    start = _launch_on_hopper(
+        result.activation, tile, Lying(weight.shape, weight.stride(), weight.dtype), low.rank,
         stride_x=x.stride(0), top_k=slots // x.shape[0],
         weight_on_input=result.weight_on_input, save_pre=save_pre, tail=tail,
     )  # fmt: skip
+    tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     slot_weight = result.slot_weight if result.weight_on_input else act  # which is not read
     start(
-        grid,
+        (min(chips.multiprocessors(x.device), tiles),),
         x, w_box, scales, low.side, low.tail, low.b, slot_weight, act_box, gate_box, up_box,
         order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,

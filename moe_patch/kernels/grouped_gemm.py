@@ -75,20 +75,11 @@ _launches = launches(grouped_gemm_kernel)
 
 
 @functools.lru_cache(1024)
-def _launch_on_hopper(**sizes: int) -> Launch:
+def _launch_on_hopper(tile: Tile, weight: Lying, rank: int, tail: int) -> Launch:
     from .hopper.gemm import Plan, gemm_hopper_kernel
 
-    return Launch(gemm_hopper_kernel, PLAN=Plan(**sizes), num_warps=4)
-
-
-@functools.lru_cache(4096)
-def _ready_on_hopper(
-    tile: Tile, weight: Lying, tail: int, tiles: int, device: torch.device
-) -> tuple[Launch, tuple[int]]:
-    """The kernel in hopper/, and its grid for as many row tiles."""
-    tiles *= cdiv(weight.shape[1], tile.bn)
-    start = _launch_on_hopper(**plan_of(tile, weight), tail=tail)
-    return start, (min(chips.multiprocessors(device), tiles),)
+    plan = Plan(**plan_of(tile, weight, rank), tail=tail)
+    return Launch(gemm_hopper_kernel, PLAN=plan, num_warps=4)
 
 
 def multiply_a(x: Tensor, update: LowRank, order: ExpertOrder, gather: int = 0) -> None:
@@ -115,10 +106,11 @@ def _on_hopper(
     low = update_boxes(update, weight, tile.bn, tail)
     if x_box is None or w_box is None or out_box is None or low is None:
         return False
-    lying = Lying(weight.shape, weight.stride(), weight.dtype, low.rank)
-    start, grid = _ready_on_hopper(tile, lying, tail, order.tile_expert.numel(), x.device)
+    lying = Lying(weight.shape, weight.stride(), weight.dtype)
+    start = _launch_on_hopper(tile, lying, low.rank, tail)
+    tiles = order.tile_expert.numel() * cdiv(weight.shape[1], tile.bn)
     start(
-        grid,
+        (min(chips.multiprocessors(x.device), tiles),),
         x_box, tail_box, w_box, scales, low.side, low.tail, low.b, out_box, order.taken,
         order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip

@@ -253,19 +253,18 @@ def tail_for(weight: Tensor, slots: int) -> int:
 
 
 class Lying(NamedTuple):
-    """How a weight [E, N, K] lies in memory, and the rank of its low-rank update, or 0."""
+    """How a weight [E, N, K] lies in memory."""
 
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]
     dtype: torch.dtype
-    rank: int
 
 
-def plan_of(tile: Tile, weight: Lying) -> dict[str, Any]:
-    """Fields that plans of the kernels in hopper/ share."""
+def plan_of(tile: Tile, weight: Lying, rank: int) -> dict[str, Any]:
+    """Fields that plans of the kernels in hopper/ share; `rank` is an update's, or 0."""
     _, n, k = weight.shape
     return {
-        "n": n, "k": k, "right_turned": weight.strides[2] == 1, "rank": weight.rank,
+        "n": n, "k": k, "right_turned": weight.strides[2] == 1, "rank": rank,
         "group_m": tile.group_m, "stages": tile.stages, "listed": tile.bm,
         "widened": weight.dtype == torch.float8_e4m3fn,
     }  # fmt: skip

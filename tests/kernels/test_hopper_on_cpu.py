@@ -276,12 +276,9 @@ def test_few_rows_of_a_weight_gradient(monkeypatch, add, few, boxed):
     """Twice as many rows are few where the result is read, too; boxes that it is read into take the
     place of a stage."""
     monkeypatch.setattr(dw, "FEW", 8)
-    asked = []
-    monkeypatch.setattr(
-        dw,
-        "_launch_on_hopper",
-        lambda few, **sizes: asked.append((few, sizes["stages"])) or (lambda *_: None),
-    )
+    plans = []
+    monkeypatch.setattr(dw, "Launch", lambda _, PLAN, **__: plans.append(PLAN) or (lambda *_: None))
+    dw._launch_on_hopper.cache_clear()
     for rows in (few - 1, few):
         index = torch.arange(2).repeat_interleave(rows)[:, None]
         order, _ = sort(index, 2, DTYPE, 128)
@@ -289,7 +286,11 @@ def test_few_rows_of_a_weight_gradient(monkeypatch, add, few, boxed):
         out, _ = copy_as(torch.zeros(2, 64, 256, dtype=DTYPE), False, 0 if boxed else 8)
         assert dw._on_hopper(p, q, order, 1, out, add, Tile(128, 256, 64, ROLES, 4))
     stages = 3 if add and boxed else 4
-    assert asked == [(True, stages), (False, stages)]
+    dw._launch_on_hopper.cache_clear()
+    assert [(plan.shared, plan.boxed, plan.stages) for plan in plans] == [
+        (True, boxed, stages),
+        (False, boxed, stages),
+    ]
 
 
 @pytest.mark.parametrize("wide", [False, True])
