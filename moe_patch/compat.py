@@ -971,11 +971,12 @@ def _encoder() -> tuple[Any, tuple[None, ...]]:
     return make_tensordesc_arg, (None,) * others
 
 
-def encode(box: Any, name: str, meta: dict[str, Any]) -> None:
-    """Keeps in `box.encoded` the arguments that a descriptor becomes, by what a binary wants."""
-    if name not in box.encoded:
-        make, rest = _encoder()
-        box.encoded[name] = make(box, meta, *rest)
+def encode(box: Any, name: str, meta: dict[str, Any]) -> list[Any]:
+    """Returns the arguments that a descriptor becomes, and keeps them in `box.encoded` by what a
+    binary wants of it."""
+    make, rest = _encoder()
+    box.encoded[name] = found = make(box, meta, *rest)
+    return found
 
 
 _DESCRIPTOR = _name(

@@ -1,6 +1,6 @@
 """Writes out, for one binary, the Python function that starts it, as Triton writes its binders.
 
-A loop over the arguments, which looks at what each one is, takes twice as long.
+A loop over the arguments, which looks at what each one is, takes 1.4 times as long.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ def written_out(binary: compat.Binary, device: int, args: tuple[Any, ...]) -> St
     """Starts `binary` on that device for arguments of the kinds that `args` are of.
 
     Those are the dtypes of tensors, whose addresses are multiples of 16 bytes, what descriptors
-    were made for (`boxes`; the launcher's encoding of each is there), and which are None. Not
-    where a profiler listens to launches, whose hooks Triton's launcher calls.
+    were made for (`boxes`), and which are None. Not where a profiler listens to launches, whose
+    hooks Triton's launcher calls.
     """
     given: dict[str, Any] = {
         "thread": THREAD, "hooks": triton.knobs.runtime,
         "device": compat.cuda_device, "stream": compat.cuda_stream, "start": binary.start,
+        "encode": compat.encode,
     }  # fmt: skip
-    encodings = {at: name for at, name, _ in binary.boxes}
+    boxes = {at: wanted for at, *wanted in binary.boxes}
     same = [
         "thread.ready",
         f"device() == {device}",
@@ -50,9 +51,10 @@ def written_out(binary: compat.Binary, device: int, args: tuple[Any, ...]) -> St
             bits.append(f"a{i} >> 31")  # i64
             values.append(f"a{i}")
         else:
+            name, given[f"m{i}"] = boxes[i]
             given[f"t{i}"] = arg.kind
             same.append(f"a{i}.kind is t{i}")
-            same.append(f"(p{i} := a{i}.encoded.get({encodings[i]!r}))")
+            same.append(f"(p{i} := a{i}.encoded.get({name!r}) or encode(a{i}, {name!r}, m{i}))")
             values.append(f"*p{i}")
     given |= {f"s{i}": setting for i, setting in enumerate(binary.settings)}
     settings = "".join(f"s{i}, " for i in range(len(binary.settings)))

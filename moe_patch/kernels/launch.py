@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import compat
-from ..compat import cuda_device, encode
+from ..compat import cuda_device
 from .ahead import THREAD, compile_call
 from .binder import Start, written_out
 
@@ -34,7 +34,7 @@ class Launch:
     def __init__(self, kernel: Any, **constants: Any) -> None:
         self.kernel = kernel
         self.constants = {"enable_fp_fusion": True, **constants}
-        self._starts: dict[tuple, tuple[compat.Binary, Start]] = {}
+        self._starts: dict[tuple, Start] = {}
         self._last: Start = _never
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
@@ -62,18 +62,15 @@ class Launch:
             return False
         key = (cuda_device(), *map(_kind, args))
         if key in self._starts:
-            binary, start = self._starts[key]
-            for at, name, meta in binary.boxes:
-                encode(args[at], name, meta)
-            self._last = start
-            return start(grid, args)
+            self._last = self._starts[key]
+            return self._last(grid, args)
         compile_call()
         compiled = self.kernel[grid](*args, **self.constants)
         binary = compat.binary(self.kernel, compiled, args)
         if binary is None:
             DIRECT = False
         else:
-            self._starts[key] = binary, written_out(binary, key[0], args)
+            self._starts[key] = written_out(binary, key[0], args)
         return True
 
 
@@ -90,7 +87,7 @@ def _fits(arg: Any) -> bool:
 
 
 def _kind(arg: Any) -> Any:
-    """What a binary is compiled for."""
+    """Return what a binary is compiled for: a dtype, a descriptor's dtype and box, or None."""
     if isinstance(arg, Tensor):
         return arg.dtype
     return None if arg is None or isinstance(arg, int) else arg.kind
