@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,29 +107,43 @@ def gluon_box(
     return _of_kind(found, dtype, block)
 
 
+class Lying(NamedTuple):
+    """How a tensor [E, N, K] lies in memory."""
+
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Lying:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+    @property
+    def turned(self) -> bool:
+        """Whether it lies as [E, K, N]."""
+        return self.strides[2] != 1
+
+    def lines(self) -> tuple[int, int] | None:
+        """[E * N, K], or [E * K, N], as it lies; None where that is not contiguous."""
+        (experts, n, k), (stride_e, *strides) = self.shape, self.strides
+        if self.turned:
+            n, k = k, n
+            strides.reverse()
+        whole = strides == [k, 1] and (experts == 1 or stride_e == n * k)
+        return (experts * n, k) if whole else None
+
+
 def weight_box(weight: Tensor, columns: int, reduction: int) -> Any:
     """A `gluon_box` of [E, N, K], over all experts' lines as they lie: boxes [columns, reduction]
     of [E * N, K], or [reduction, columns] of [E * K, N] where that is contiguous."""
-    strides = weight.stride()
-    return _weight_box(weight.data_ptr(), weight.dtype, weight.shape, strides, columns, reduction)
+    return _weight_box(weight.data_ptr(), Lying.of(weight), columns, reduction)
 
 
 @functools.lru_cache(4096)
-def _weight_box(
-    pointer: int,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    strides: tuple[int, int, int],
-    columns: int,
-    reduction: int,
-) -> Any:
-    (experts, n, k), block = shape, (columns, reduction)
-    if strides[2] != 1:
-        n, k, block = k, n, (reduction, columns)
-        strides = strides[0], strides[2], strides[1]
-    if strides != (n * k, k, 1):
-        return None
-    return gluon_box(pointer, dtype, (experts * n, k), block)
+def _weight_box(pointer: int, weight: Lying, columns: int, reduction: int) -> Any:
+    block = (reduction, columns) if weight.turned else (columns, reduction)
+    lines = weight.lines()
+    return None if lines is None else gluon_box(pointer, weight.dtype, lines, block)
 
 
 FAR = 2**30

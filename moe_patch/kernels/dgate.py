@@ -22,12 +22,12 @@ from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips
 from .activate import gate_of, through_gate
-from .boxes import gluon_box
+from .boxes import Lying, gluon_box
 from .grouped_gemm import multiply_a
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
 from .low_rank import Boxes as UpdateBoxes
-from .tiles import ROLES, Lying, Product, Tile, choose, plan_of, portable
+from .tiles import ROLES, Product, Tile, choose, plan_of, portable
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import Weight, boxed_weight, suffix, weight_dot, weight_operand
 
@@ -218,9 +218,8 @@ def _on_hopper(
 ) -> None:
     """Starts the kernel in hopper/."""
     d_pre, act, d_scale = made
-    lying = Lying(weight.shape, weight.stride(), weight.dtype)
     start = _launch_on_hopper(
-        activation, tile, lying, boxes.low.rank,
+        activation, tile, Lying.of(weight), boxes.low.rank,
         stride_x=d_out.stride(0), top_k=order.row_to_slot.numel() // d_out.shape[0],
         weight_on_input=weight_on_input,
         need_pre=d_pre.numel() > 0, need_act=act.numel() > 0, need_scale=d_scale.numel() > 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..order import ExpertOrder
 from . import chips
-from .boxes import box, rows_box
+from .boxes import Lying, box, rows_box
 from .launch import Launch, cdiv, launches
 from .tiles import INTERPRET, ROLES, Product, Tile, choose, portable
 from .tiling import dot, dot_precision
@@ -104,60 +103,42 @@ what is there, that is read, too: twice as many."""
 
 @functools.lru_cache(1024)
 def _launch_on_hopper(
-    tile: Tile,
-    few: bool,
-    shape: tuple[int, int, int],
-    strides: tuple[int, int, int],
-    add: bool,
-    boxed: bool,
-    **gathered: int,
+    tile: Tile, few: bool, result: Lying, add: bool, boxed: bool, **gathered: int
 ) -> Launch:
-    """Of a result of that shape and strides.
-
-    Few rows of an expert stay in the L2 cache. Of many 132 programs read the least where 16 row
-    tiles walk the columns side by side.
-    """
+    """Few rows of an expert stay in the L2 cache. Of many 132 programs read the least where 16 row
+    tiles walk the columns side by side."""
     from .hopper.dw import Plan, dw_hopper_kernel
 
-    (_, m, n), turned = shape, strides[2] != 1  # as [E, N, M] in memory
+    (_, m, n), (stride_e, stride_m, stride_n) = result.shape, result.strides
     stages = min(tile.stages, 3) if add and boxed else tile.stages  # beside boxes to add to
     plan = Plan(
-        m=m, n=n, turned=turned, stride_e=strides[0], stride_row=strides[2 if turned else 1],
+        m=m, n=n, turned=result.turned,
+        stride_e=stride_e, stride_row=stride_n if result.turned else stride_m,
         add=add, boxed=boxed, stages=stages, bm=BM, bn=BN, group_m=2 if few else 16, shared=few,
         **gathered,
     )  # fmt: skip
     return Launch(dw_hopper_kernel, PLAN=plan, num_warps=4)
 
 
-def _result_boxes(out: Tensor) -> Any:
-    """Boxes [64, 64] of a result's rows as they lie, [E, M, N] or [E, N, M]; None where those are
-    not contiguous or boxes not lawful."""
-    (experts, rows, columns), strides = out.shape, out.stride()
-    if strides[2] != 1:
-        rows, columns = columns, rows
-        strides = strides[0], strides[2], strides[1]
-    if strides != (rows * columns, columns, 1):
-        return None
-    return rows_box(out.data_ptr(), out.dtype, (experts * rows, columns), (64, 64))
-
-
 def _on_hopper(
     p: Tensor, q: Tensor, order: ExpertOrder, gather: int, out: Tensor, add: bool, tile: Tile
 ) -> bool:
     """Starts the kernel in hopper/, unless operands cannot be copied by 16 bytes."""
-    (experts, m, n), strides, dtype = out.shape, out.stride(), p.dtype
+    (experts, m, n), result, dtype = out.shape, Lying.of(out), p.dtype
     stride_p, stride_q = p.stride(0), q.stride(0)
-    if 1 not in strides[1:] or q.dtype != dtype:
+    if 1 not in result.strides[1:] or q.dtype != dtype:
         return False
     if (m | n | stride_p | stride_q) % 8 or p.data_ptr() % 16:
         return False
     box = rows_box(q.data_ptr(), dtype, q.shape, (64, BN), stride_q)
     if box is None:
         return False
-    boxes = _result_boxes(out) if out.dtype == dtype else None
+    lines, boxes = result.lines(), None
+    if out.dtype == dtype and lines is not None:
+        boxes = rows_box(out.data_ptr(), dtype, lines, (64, 64))
     start = _launch_on_hopper(
-        tile, len(q) // experts < (2 * FEW if add else FEW), out.shape, strides,
-        add, boxes is not None, gather=gather, stride_gathered=stride_p,
+        tile, len(q) // experts < (2 * FEW if add else FEW), result, add, boxes is not None,
+        gather=gather, stride_gathered=stride_p,
     )  # fmt: skip
     tiles = experts * cdiv(m, BM) * cdiv(n, BN)
     start(

@@ -15,12 +15,12 @@ from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed_products
 from .activate import Activated, gate_of, glu
-from .boxes import rows_box
+from .boxes import Lying, rows_box
 from .grouped_gemm import multiply_a
 from .in_steps import width
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
-from .tiles import ROLES, Lying, Product, Tile, choose, plan_of, portable, tail_for
+from .tiles import ROLES, Product, Tile, choose, plan_of, portable, tail_for
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import BLOCK, Weight, boxed_weight, suffix, weight_dot, weight_operand
 
@@ -198,7 +198,7 @@ def _on_hopper(
     if w_box is None or act_box is None or gate_box is None or up_box is None or low is None:
         return False
     start = _launch_on_hopper(
-        result.activation, tile, Lying(weight.shape, weight.stride(), weight.dtype), low.rank,
+        result.activation, tile, Lying.of(weight), low.rank,
         stride_x=x.stride(0), top_k=slots // x.shape[0],
         weight_on_input=result.weight_on_input, save_pre=save_pre, tail=tail,
     )  # fmt: skip

@@ -12,10 +12,10 @@ from torch import Tensor
 from ..formats.packed import Packed
 from ..order import ExpertOrder
 from . import chips, packed_products
-from .boxes import box, parts_box, rows_box
+from .boxes import Lying, box, parts_box, rows_box
 from .launch import Launch, cdiv
 from .low_rank import NO_UPDATE, LowRank, Update, add_update, update_boxes, update_operand
-from .tiles import ROLES, Lying, Product, Tile, choose, plan_of, portable, tail_for
+from .tiles import ROLES, Product, Tile, choose, plan_of, portable, tail_for
 from .tiling import dot_precision, launches, load_rows, place
 from .weights import Weight, boxed_weight, suffix, weight_dot, weight_operand
 
@@ -106,8 +106,7 @@ def _on_hopper(
     low = update_boxes(update, weight, tile.bn, tail)
     if x_box is None or w_box is None or out_box is None or low is None:
         return False
-    lying = Lying(weight.shape, weight.stride(), weight.dtype)
-    start = _launch_on_hopper(tile, lying, low.rank, tail)
+    start = _launch_on_hopper(tile, Lying.of(weight), low.rank, tail)
     tiles = order.tile_expert.numel() * cdiv(weight.shape[1], tile.bn)
     start(
         (min(chips.multiprocessors(x.device), tiles),),

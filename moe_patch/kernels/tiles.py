@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..compat import has_gluon, interpreted
 from . import chips, interpreter, table
+from .boxes import Lying
 from .launch import power_of_two
 
 INTERPRET: bool = interpreted()
@@ -252,19 +253,11 @@ def tail_for(weight: Tensor, slots: int) -> int:
     return TAIL if rows >= 96 and (rows < 320 or weight.dtype.itemsize == 1) else 0
 
 
-class Lying(NamedTuple):
-    """How a weight [E, N, K] lies in memory."""
-
-    shape: tuple[int, int, int]
-    strides: tuple[int, int, int]
-    dtype: torch.dtype
-
-
 def plan_of(tile: Tile, weight: Lying, rank: int) -> dict[str, Any]:
     """Fields that plans of the kernels in hopper/ share; `rank` is an update's, or 0."""
     _, n, k = weight.shape
     return {
-        "n": n, "k": k, "right_turned": weight.strides[2] == 1, "rank": rank,
+        "n": n, "k": k, "right_turned": not weight.turned, "rank": rank,
         "group_m": tile.group_m, "stages": tile.stages, "listed": tile.bm,
         "widened": weight.dtype == torch.float8_e4m3fn,
     }  # fmt: skip

@@ -42,6 +42,18 @@ def test_descriptors_are_kept_and_keep_nothing(monkeypatch):
     boxes._box.cache_clear()  # the CPU has no TMA
 
 
+@given(st.tuples(*[st.integers(1, 4)] * 3), st.tuples(*[st.integers(0, 1)] * 3), st.booleans())
+def test_lines_are_those_of_a_contiguous_tensor(shape, more, turned):
+    """Rows and columns as a view of a larger tensor has them, itself or transposed."""
+    tensor = torch.zeros([size + add for size, add in zip(shape, more)])
+    tensor = tensor[: shape[0], : shape[1], : shape[2]]
+    tensor = tensor.mT if turned else tensor
+    lies = tensor if tensor.stride(2) == 1 else tensor.mT
+    lines = (lies.shape[0] * lies.shape[1], lies.shape[2]) if lies.is_contiguous() else None
+    if lines is None or lies.stride()[1:] == (lines[1], 1):  # not one row or column, strided
+        assert boxes.Lying.of(tensor).lines() == lines
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_without_a_driver():
