@@ -42,16 +42,18 @@ def elsewhere(*case):
         elsewhere("sm_89 sm_103 sm_121", "middle", KERNELS - ROUTING - DECODE),
         ("sm_80 gfx942", BASIC, KERNELS),
         ("sm_80", "lora lora_turned", GROUPED),
-        elsewhere("sm_80 sm_86", "lora_wide lora_turned", GROUPED),
+        elsewhere("sm_80 sm_86 sm_120", "lora_wide lora_turned", GROUPED),
         ("sm_89", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE_4_BITS),
         elsewhere("gfx942", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE_4_BITS),
-        ("sm_120", "lora lora_wide fp8_dsv3", GROUPED | FP8),
+        ("sm_120", "lora fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
             f"{BASIC} gpt_oss gpt_oss_decode fp8_decode fp8_short {IN_4_BITS} fp8_lora",
             KERNELS | HOPPER | IN_REGISTERS | DECODE_4_BITS | {"row_sums_kernel"},
         ),
-        ("sm_90", "lora_wide", {"grouped_gemm_kernel"} | HOPPER - FP8 - {"fp8_hopper_kernel"}),
+        elsewhere(
+            "sm_90", "lora_wide", {"grouped_gemm_kernel"} | HOPPER - FP8 - {"fp8_hopper_kernel"}
+        ),
         elsewhere("sm_90", "llama4_scout one_token nemotron_h mxfp4 lora_turned", GROUPED),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
