@@ -48,7 +48,7 @@ def written_out(binary: compat.Binary, device: int, args: tuple[Any, ...]) -> St
             bits.append(f"(p{i} := a{i}.data_ptr())")
             values.append(f"p{i}")
         elif isinstance(arg, int):
-            bits.append(f"a{i} >> 31")  # i64
+            bits.append(f"(a{i} >= {2**31})")  # i64
             values.append(f"a{i}")
         else:
             name, given[f"m{i}"] = boxes[i]

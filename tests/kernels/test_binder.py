@@ -127,6 +127,10 @@ def wide_count(sorts, args):
     args[sorts.index("count")] = 2**31
 
 
+def wider_count(sorts, args):
+    args[sorts.index("count")] = 2**35  # its low 35 bits are those of 0
+
+
 def other_box(sorts, args):
     at = sorts.index("box")
     args[at] = Box(next(kind for kind in KINDS if kind != args[at].kind), mine=[1])
@@ -142,7 +146,7 @@ def rehearsal(sorts, args):
 
 CHANGES = [
     other_dtype, no_tensor, no_box, something, between_16_bytes, halfway_between, wide_count,
-    other_box, other_device, rehearsal,
+    wider_count, other_box, other_device, rehearsal,
 ]  # fmt: skip
 
 
