@@ -41,6 +41,23 @@ def turns_are_counted_from_zero(monkeypatch):
     answers(monkeypatch)
 
 
+@pytest.fixture
+def plans(monkeypatch):
+    """Plans of launches, each once; nothing is started."""
+    asked, modules = [], (dw, gate_up, grouped_gemm)
+
+    def launch(kernel, PLAN, **constants):
+        asked.append(PLAN)
+        return lambda grid, *args: None
+
+    for module in modules:
+        module._launch_on_hopper.cache_clear()
+        monkeypatch.setattr(module, "Launch", launch)
+    yield asked
+    for module in modules:
+        module._launch_on_hopper.cache_clear()
+
+
 class Rows:
     """Slots in expert order, skewed and some of them dropped; perhaps of few experts among many."""
 
@@ -216,6 +233,24 @@ def test_gate_up(seed, kind):
     assert bool((act[rows.used :] == 7).all()) and bool((pre[rows.used :] == 7).all())
 
 
+@pytest.mark.parametrize("rows", [95, 96])
+@pytest.mark.parametrize("keep", [False, True])
+def test_tiles_have_tails_and_the_pre_activation_is_kept_where_it_is_wanted(plans, rows, keep):
+    order, _ = sort(torch.arange(2).repeat_interleave(rows)[:, None], 2, DTYPE, 128)
+    x, weight = torch.zeros(2 * rows, 256, dtype=DTYPE), torch.zeros(2, 256, 256, dtype=DTYPE)
+    act = torch.zeros(2 * rows, 128, dtype=DTYPE)
+    pre = torch.zeros(2 * rows if keep else 0, 256, dtype=DTYPE)
+    activation = "silu None 1.0 0.0 concatenated"
+    result = Activated(act, pre, None, torch.ones(2 * rows, 1), False, activation, False)
+    tile = Tile(128, 128, 64, ROLES, 4)
+    assert gate_up._on_hopper(x, weight, order, result, tile, None, None)
+    tile, out = replace(tile, bn=256), torch.zeros(2 * rows, 256, dtype=DTYPE)
+    assert grouped_gemm._on_hopper(x, weight, order, out, tile, None, None)
+    tail = tiles.TAIL if rows == 96 else 0
+    first, second = plans
+    assert (first.save_pre, first.tail, second.tail) == (keep, tail, tail)
+
+
 @pytest.mark.parametrize("few", [0, 512])
 @pytest.mark.parametrize("seed", range(12))
 def test_dw(monkeypatch, seed, few):
@@ -272,13 +307,10 @@ def test_dw_where_many_experts_have_no_rows(monkeypatch, few, add, used):
 
 @pytest.mark.parametrize("add, few", [(False, 8), (True, 16)])
 @pytest.mark.parametrize("boxed", [False, True])
-def test_few_rows_of_a_weight_gradient(monkeypatch, add, few, boxed):
+def test_few_rows_of_a_weight_gradient(monkeypatch, plans, add, few, boxed):
     """Twice as many rows are few where the result is read, too; boxes that it is read into take the
     place of a stage."""
     monkeypatch.setattr(dw, "FEW", 8)
-    plans = []
-    monkeypatch.setattr(dw, "Launch", lambda _, PLAN, **__: plans.append(PLAN) or (lambda *_: None))
-    dw._launch_on_hopper.cache_clear()
     for rows in (few - 1, few):
         index = torch.arange(2).repeat_interleave(rows)[:, None]
         order, _ = sort(index, 2, DTYPE, 128)
@@ -286,7 +318,6 @@ def test_few_rows_of_a_weight_gradient(monkeypatch, add, few, boxed):
         out, _ = copy_as(torch.zeros(2, 64, 256, dtype=DTYPE), False, 0 if boxed else 8)
         assert dw._on_hopper(p, q, order, 1, out, add, Tile(128, 256, 64, ROLES, 4))
     stages = 3 if add and boxed else 4
-    dw._launch_on_hopper.cache_clear()
     assert [(plan.shared, plan.boxed, plan.stages) for plan in plans] == [
         (True, boxed, stages),
         (False, boxed, stages),
