@@ -38,11 +38,11 @@ def elsewhere(*case):
 @pytest.mark.parametrize(
     "chips, shapes, kernels",
     [
-        ("sm_86 sm_100 gfx950", "middle", KERNELS - ROUTING - DECODE),
-        elsewhere("sm_89 sm_103 sm_121", "middle", KERNELS - ROUTING - DECODE),
+        ("sm_100", "middle", KERNELS - ROUTING - DECODE),
+        elsewhere("sm_86 sm_89 sm_103 sm_121 gfx950", "middle", KERNELS - ROUTING - DECODE),
         ("sm_80 gfx942", BASIC, KERNELS),
-        ("sm_80", "lora lora_turned", GROUPED),
-        elsewhere("sm_80 sm_86 sm_120", "lora_wide lora_turned", GROUPED),
+        ("sm_80", "lora_turned", GROUPED),
+        elsewhere("sm_80 sm_86 sm_120", "lora lora_wide lora_turned", GROUPED),
         ("sm_89", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE_4_BITS),
         elsewhere("gfx942", "nf4_lora mxfp4_decode int4_short", PACKED | DECODE_4_BITS),
         ("sm_120", "lora fp8_dsv3", GROUPED | FP8),
