@@ -48,13 +48,13 @@ def elsewhere(*case):
         ("sm_120", "lora fp8_dsv3", GROUPED | FP8),
         (
             "sm_90",
-            f"{BASIC} gpt_oss gpt_oss_decode fp8_decode fp8_short {IN_4_BITS} fp8_lora",
+            f"{BASIC} gpt_oss_decode fp8_decode fp8_short {IN_4_BITS} fp8_lora",
             KERNELS | HOPPER | IN_REGISTERS | DECODE_4_BITS | {"row_sums_kernel"},
         ),
         elsewhere(
             "sm_90", "lora_wide", {"grouped_gemm_kernel"} | HOPPER - FP8 - {"fp8_hopper_kernel"}
         ),
-        elsewhere("sm_90", "llama4_scout one_token nemotron_h mxfp4 lora_turned", GROUPED),
+        elsewhere("sm_90", "gpt_oss llama4_scout one_token nemotron_h mxfp4 lora_turned", GROUPED),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
