@@ -38,8 +38,8 @@ def elsewhere(*case):
 @pytest.mark.parametrize(
     "chips, shapes, kernels",
     [
-        ("sm_100", "middle", KERNELS - ROUTING - DECODE),
-        elsewhere("sm_86 sm_89 sm_103 sm_121 gfx950", "middle", KERNELS - ROUTING - DECODE),
+        ("sm_100 gfx950", "middle", KERNELS - ROUTING - DECODE),
+        elsewhere("sm_86 sm_89 sm_103 sm_121", "middle", KERNELS - ROUTING - DECODE),
         ("sm_80 gfx942", BASIC, KERNELS),
         ("sm_80", "lora_turned", GROUPED),
         elsewhere("sm_80 sm_86 sm_120", "lora lora_wide lora_turned", GROUPED),
