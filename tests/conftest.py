@@ -54,8 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spares every later collection of garbage the million objects that there are by now, and has
-    fewer of them: the interpreter makes an object for each number."""
+    """Spares later collections of garbage the million objects that there are by now, and lets them
+    be rare: Triton's interpreter makes an object for each number."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
     gc.enable()

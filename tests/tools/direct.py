@@ -42,7 +42,6 @@ if sys.argv[1:] != ["time"]:  # no kernel is run: none is assembled, and little 
     nothing = program("ptxas", text + 'while [ "$1" != -o ]; do shift; done; echo > "$2"')
     os.environ |= {
         "TRITON_PTXAS_PATH": nothing,
-        "TRITON_PTXAS_BLACKWELL_PATH": nothing,
         "DISABLE_LLVM_OPT": "1",
         "TRITON_DISABLE_LINE_INFO": "1",
         "CC": program("cc", 'exec gcc "$@" -O0'),
