@@ -42,6 +42,7 @@ if sys.argv[1:] != ["time"]:  # no kernel is run: none is assembled, and little 
     nothing = program("ptxas", text + 'while [ "$1" != -o ]; do shift; done; echo > "$2"')
     os.environ |= {
         "TRITON_PTXAS_PATH": nothing,
+        "TRITON_PTXAS_BLACKWELL_PATH": nothing,  # Triton 3.9 takes that one for Hopper, too
         "DISABLE_LLVM_OPT": "1",
         "TRITON_DISABLE_LINE_INFO": "1",
         "CC": program("cc", 'exec gcc "$@" -O0'),
