@@ -176,12 +176,12 @@ def rows_box(
     return gluon_box(pointer, dtype, sizes, (1, 1, *block), (2**34 - row, row, row, 1))
 
 
-def parts_box(rows: Tensor, tail: int) -> tuple[Any, Any]:
-    """A `rows_box` of 64 columns of [rows, columns], for the 64 rows that each warpgroup has of a
-    tile, and one for the tile's tail, or None where tiles have none."""
+def parts_box(rows: Tensor, tail: int, part: int = 64) -> tuple[Any, Any]:
+    """A `rows_box` of 64 columns of [rows, columns], for the rows of a `part` of a tile, and one
+    for the tile's tail, or None where tiles have none."""
     pointer, dtype, shape, stride = rows.data_ptr(), rows.dtype, rows.shape, rows.stride(0)
-    part = rows_box(pointer, dtype, shape, (64, 64), stride)
-    return part, rows_box(pointer, dtype, shape, (tail, 64), stride) if tail else None
+    each = rows_box(pointer, dtype, shape, (part, 64), stride)
+    return each, rows_box(pointer, dtype, shape, (tail, 64), stride) if tail else None
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,15 @@ def _launch_on_hopper(tile: Tile, weight: Lying, rank: int, tail: int) -> Launch
     return Launch(gemm_hopper_kernel, PLAN=plan, num_warps=4)
 
 
+@functools.lru_cache(1024)
+def _launch_turned(tile: Tile, weight: Lying, rank: int, tail: int) -> Launch:
+    from .hopper.turned import STAGES, Plan, gemm_turned_kernel
+
+    _, n, k = weight.shape
+    plan = Plan(n, k, tile.group_m, STAGES, listed=tile.bm, tail=tail, rank=rank)
+    return Launch(gemm_turned_kernel, PLAN=plan, num_warps=4)
+
+
 def multiply_a(x: Tensor, update: LowRank, order: ExpertOrder, gather: int = 0) -> None:
     """Writes x A^T into an update's `side`; arguments as of `grouped_gemm`."""
     grouped_gemm(x, update.a, order, gather=gather, out=update.side)
@@ -100,17 +109,21 @@ def _on_hopper(
     if order.block_m != tile.bm:
         return False
     tail = tail_for(weight, order.row_to_slot.numel())
-    x_box, tail_box = parts_box(x, tail)
+    turned = scale is not None and weight.stride(2) != 1  # columns are contiguous
+    part = 128 if turned else 64
+    x_box, tail_box = parts_box(x, tail, part)
     w_box, scales = boxed_weight(weight, scale, tile.bn, tile.bk)
     out_box = rows_box(out.data_ptr(), out.dtype, out.shape, (64, 64))
-    low = update_boxes(update, weight, tile.bn, tail)
+    low = update_boxes(update, weight, tile.bn, tail, part)
     if x_box is None or w_box is None or out_box is None or low is None:
         return False
-    start = _launch_on_hopper(tile, Lying.of(weight), low.rank, tail)
+    launch = _launch_turned if turned else _launch_on_hopper
+    start = launch(tile, Lying.of(weight), low.rank, tail)
     tiles = order.tile_expert.numel() * cdiv(weight.shape[1], tile.bn)
     start(
         (min(chips.multiprocessors(x.device), tiles),),
-        x_box, tail_box, w_box, scales, low.side, low.tail, low.b, out_box, order.taken,
+        x_box, tail_box, w_box, scales, low.side, low.tail, low.kept if turned else low.b,
+        out if turned else out_box, order.taken,
         order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
     return True

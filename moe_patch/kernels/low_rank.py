@@ -112,14 +112,14 @@ NO_BOXES = Boxes()
 
 
 def update_boxes(
-    update: LowRank | None, weight: Tensor, columns: int, tail: int = 0
+    update: LowRank | None, weight: Tensor, columns: int, tail: int = 0, part: int = 64
 ) -> Boxes | None:
-    """Boxes of 64 of the rank: 64 rows of `side`, and `tail` of them, and `columns` of B, which
+    """Boxes of 64 of the rank: `part` rows of `side`, and `tail` of them, and `columns` of B, which
     lies as the weight [E, N, K] does, [E, N, R] or [E, R, N]. None where they are not lawful."""
     if update is None:
         return NO_BOXES
     side, rank, turned = update.side, update.rank, weight.stride(2) == 1
-    side_box, tail_box = parts_box(side, tail)
+    side_box, tail_box = parts_box(side, tail, part)
     if side_box is None:  # a rank that is not a multiple of 8
         return None
     b = (update.b if turned else update.b.mT).contiguous()

@@ -19,6 +19,7 @@ GROUPED = {"gate_up_kernel", "grouped_gemm_kernel", "dgate_kernel", "dw_kernel"}
 KERNELS = ROUTING | DECODE | GROUPED | {"combine_kernel", "sum_partials_kernel"}
 HOPPER = {f"{name}_hopper_kernel" for name in ("fp8", "gate_up", "gemm", "dgate", "dw")}
 HOPPER |= {"quantize_kernel"}
+TURNED = {"gemm_turned_kernel"}
 PACKED = GROUPED - {"dw_kernel"} | {"unpack_kernel"}
 IN_REGISTERS = {
     f"{product}_{how}_kernel"
@@ -49,7 +50,7 @@ def elsewhere(*case):
         (
             "sm_90",
             f"{BASIC} gpt_oss_decode fp8_decode fp8_short {IN_4_BITS} fp8_lora",
-            KERNELS | HOPPER | IN_REGISTERS | DECODE_4_BITS | {"row_sums_kernel"},
+            KERNELS | HOPPER | TURNED | IN_REGISTERS | DECODE_4_BITS | {"row_sums_kernel"},
         ),
         elsewhere(
             "sm_90", "lora_wide", {"grouped_gemm_kernel"} | HOPPER - FP8 - {"fp8_hopper_kernel"}

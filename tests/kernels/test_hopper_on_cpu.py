@@ -15,7 +15,7 @@ import torch
 from drawn_order import Deadlock, here
 from gluon_on_cpu import on_cpu
 from hopper import answers, copy_as
-from ops import drawn_bytes
+from ops import drawn_bytes, in_bytes
 
 from moe_patch import reference
 from moe_patch.kernels import chips, dgate, dw, fp8_gemm, gate_up, grouped_gemm, tiles
@@ -141,7 +141,7 @@ def close(found, truth):
 def drawn_rows(draw, kind):
     """(rows, how high listed tiles are); "tailed": many tiles have 129 to 144 rows."""
     listed = draw.choice((64, 128))
-    if kind == "any":
+    if kind == "any" or (kind == "turned" and draw.random() < 0.5):
         return Rows(draw, listed), listed
     few, more = draw.randint(130, 143), 256 + draw.randint(1, 32)
     counts = 129, 144, 145, few, more, 288, 289, 384 + draw.randint(1, 48)
@@ -149,22 +149,27 @@ def drawn_rows(draw, kind):
 
 
 def gemm(seed, stages=None, kind="any"):
-    """(out, truth, the rows)."""
+    """(out, truth, the rows); "turned": of e4m3 weights whose columns are contiguous."""
     draw = random.Random(seed)
     rows, listed = drawn_rows(draw, kind)
     n, k = 8 * draw.randint(32, 80), 64 * draw.choice((4, 5, 6, 35))
-    x, weight = torch.randn(rows.slots, k).to(DTYPE), drawn_weight(draw, rows.experts, n, k)
-    weight, scale, wide = drawn_bytes(draw, weight)
+    x = torch.randn(rows.slots, k).to(DTYPE)
+    if kind == "turned":
+        n = n // 16 * 16
+        weight, scale, wide = in_bytes(draw, torch.randn(rows.experts, k, n).to(DTYPE).mT * 0.1)
+    else:
+        weight, scale, wide = drawn_bytes(draw, drawn_weight(draw, rows.experts, n, k))
     out = torch.full((rows.slots, n), 7.0, dtype=DTYPE)
     tile = drawn_tile(draw, listed, 256, scale, stages)
     update = drawn_update(draw, rows, n, k)
     with on_cpu(seed) as names:
         assert grouped_gemm._on_hopper(x, weight, rows.order, out, tile, update, scale)
-    assert names == ["gemm_hopper_kernel"]
+    turned = scale is not None and weight.stride(2) != 1
+    assert names == ["gemm_turned_kernel" if turned else "gemm_hopper_kernel"]
     return out, updated(rows, x[: rows.used], wide, update), rows
 
 
-@pytest.mark.parametrize("kind", ["any", "tailed"])
+@pytest.mark.parametrize("kind", ["any", "tailed", "turned"])
 @pytest.mark.parametrize("seed", range(12))
 def test_gemm(seed, kind):
     out, truth, rows = gemm(seed, kind=kind)
@@ -670,16 +675,18 @@ def wrong_somewhere(**how):
     return False
 
 
-def test_nobody_waits_for_what_is_coming(monkeypatch, forgetful):
+@pytest.mark.parametrize("kind", ["any", "turned"])
+def test_nobody_waits_for_what_is_coming(monkeypatch, forgetful, kind):
     broken(monkeypatch, ("mbarrier", "wait"), lambda *_, **__: here().let_others())
     with pytest.raises((AssertionError, Deadlock)):
-        assert not wrong_somewhere()
+        assert not wrong_somewhere(kind=kind)
 
 
-def test_a_warpgroup_that_releases_nothing_stops_all(monkeypatch, forgetful):
+@pytest.mark.parametrize("kind", ["any", "turned"])
+def test_a_warpgroup_that_releases_nothing_stops_all(monkeypatch, forgetful, kind):
     broken(monkeypatch, ("mbarrier", "arrive"), lambda *_, **__: here().let_others())
     with pytest.raises(Deadlock, match="waits for a barrier"):
-        gemm(3)
+        gemm(3, kind=kind)
 
 
 def test_staged_sums_are_overwritten_before_they_are_stored(monkeypatch, forgetful):
@@ -698,7 +705,8 @@ def test_a_program_ends_before_its_sums_are_stored(monkeypatch, forgetful):
         wrong_somewhere()
 
 
-def test_sums_are_read_before_they_were_waited_for(monkeypatch, forgetful):
+@pytest.mark.parametrize("kind", ["any", "turned"])
+def test_sums_are_read_before_they_were_waited_for(monkeypatch, forgetful, kind):
     gluon_on_cpu.forget()
 
     def forgets(left, deps):
@@ -706,7 +714,7 @@ def test_sums_are_read_before_they_were_waited_for(monkeypatch, forgetful):
 
     monkeypatch.setitem(gluon_on_cpu.FAKES, "warpgroup_mma_wait", forgets)
     with pytest.raises(AssertionError, match="read before"):
-        wrong_somewhere()
+        wrong_somewhere(kind=kind)
 
 
 def test_a_stage_is_released_before_it_was_multiplied(monkeypatch, forgetful):

@@ -110,10 +110,17 @@ def quantised(weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple
 def drawn_bytes(
     draw: random.Random, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(a weight [E, N, K] or its e4m3, the scales of that or None, what they stand for), each
-    contiguous in the order in which the weight lies."""
+    """A weight [E, N, K], None and itself, or what `in_bytes` makes of it."""
     if draw.random() < 0.5 or any(size % 16 for size in weight.shape[1:]):
         return weight, None, weight
+    return in_bytes(draw, weight)
+
+
+def in_bytes(
+    draw: random.Random, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(e4m3 of a weight [E, N, K], its scales, what they stand for), each contiguous in the order
+    in which the weight lies."""
     by_columns = weight.stride(2) != 1
     lying = weight.mT if by_columns else weight
     scale = torch.rand(len(lying), *(-(-n // 128) for n in lying.shape[1:]), device=weight.device)

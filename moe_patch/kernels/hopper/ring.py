@@ -219,7 +219,7 @@ def _columns(right, N: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _release(ring, step, PLAN: gl.constexpr, pred=True):
+def release(ring, step, PLAN: gl.constexpr, pred=True):
     """Says that a step's stage has been read."""
     mbarrier.arrive(ring.empty.index(step % PLAN.stages), count=1, pred=pred)
 
@@ -262,9 +262,9 @@ def _reduce(
             if i == j:
                 DO(beside, j)
         sums = _wait(sums, len(sums))
-        _release(ring, step + i - 1, PLAN, i > 0)
+        release(ring, step + i - 1, PLAN, i > 0)
     sums = _wait(sums, 0)
-    _release(ring, step + steps - 1, PLAN, steps > 0)
+    release(ring, step + steps - 1, PLAN, steps > 0)
     for j in gl.static_range(TIMES):
         if j >= steps:
             DO(beside, j)
@@ -323,4 +323,4 @@ def pass_over(ring, step, steps, PLAN: gl.constexpr):
     """Lets `steps` stages go by unread."""
     for i in range(steps):  # not from `step` on: see forgets_steps in tests/tools/texts.py
         wait_full(ring, step + i, PLAN)
-        _release(ring, step + i, PLAN)
+        release(ring, step + i, PLAN)

@@ -1,4 +1,5 @@
 """Weights of 8 bits on their way into a ring: e4m3 in blocks of 128 x 128, each with a scale.
+(A gemm by weights whose columns are contiguous, as in a backward, is `turned.py`'s.)
 
 The producer brings their bytes. A warpgroup of its own multiplies these by their blocks' scales in
 float32 and rounds to the rows' dtype, as `dequantize_kernel` does, so that those that multiply find
@@ -25,7 +26,7 @@ def _blocks(size):
 
 
 @gluon.jit
-def _scale(scales, expert, n, k, PLAN: gl.constexpr):
+def scale_of(scales, expert, n, k, PLAN: gl.constexpr):
     """Scale of the block that has column n and element k of the reduction; past the weight's end
     the last one's. `scales` points to [E, N / 128, K / 128], or, where a weight's columns are
     contiguous, [E, K / 128, N / 128]."""
@@ -76,12 +77,12 @@ def widen(scales, ring, turns, GATED: gl.constexpr, PLAN: gl.constexpr):
     expert, first, end, column = told(turns, 0)
     while end > 0:
         n = column * WIDTH
-        left = _scale(scales, expert, n, 0, PLAN)
-        right = _scale(scales, expert, n + SHIFT, 0, PLAN)
+        left = scale_of(scales, expert, n, 0, PLAN)
+        right = scale_of(scales, expert, n + SHIFT, 0, PLAN)
         for i in range(STEPS):
             by_left, by_right = left, right
-            left = _scale(scales, expert, n, (i + 1) * BK, PLAN)  # of the next step
-            right = _scale(scales, expert, n + SHIFT, (i + 1) * BK, PLAN)
+            left = scale_of(scales, expert, n, (i + 1) * BK, PLAN)  # of the next step
+            right = scale_of(scales, expert, n + SHIFT, (i + 1) * BK, PLAN)
             stage = _wait(ring, step + i, PLAN)
             _widen(ring.raw.index(stage), ring.right.index(stage), by_left, by_right, PLAN)
             fence_async_shared()
