@@ -37,8 +37,8 @@ FLOORS = tuple(
         kernels.hopper kernels.hopper.ring kernels.hopper.turns kernels.hopper.producer
         kernels.hopper.rows kernels.hopper.update kernels.hopper.stores kernels.hopper.gather
         kernels.hopper.widening kernels.hopper.roles
-        kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.dgate kernels.hopper.dw_steps
-        kernels.hopper.dw
+        kernels.hopper.gate_up kernels.hopper.gemm kernels.hopper.turned kernels.hopper.dgate
+        kernels.hopper.dw_steps kernels.hopper.dw
         kernels.hopper.fp8_sums kernels.hopper.fp8
         kernels.in_steps kernels.hopper.lookup kernels.hopper.codes
         kernels.hopper.packed_weight kernels.hopper.packed
