@@ -1,4 +1,5 @@
-"""bench fp8: FP8 with block scales. Experts, grouped GEMMs, DeepSeek-V3's layer on one rank.
+"""bench fp8: FP8 with block scales. Experts, their training step on frozen weights, grouped GEMMs,
+DeepSeek-V3's layer on one rank.
 
 Each row's figures come after its parity: of the same build, on the same tensors, against float64.
 """
@@ -27,6 +28,7 @@ from .timing import OURS, captured, free, times
 CONTIGUOUS = [(4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 7168, 2048)]  # G, M, N, K
 MASKED = [(4, 256, 4096, 7168), (4, 256, 7168, 2048)]
 MASKED_ROWS = (64, 128, 192, 256)
+STEPS = [("qwen3_30b", 1024), ("qwen3_30b", 4096), ("dsv3_ep32", 256), ("dsv3_ep32", 1024)]
 LAYER = {"experts": 256, "local": 32, "hidden": 7168, "inner": 2048}
 TOKENS = LAYER_TOKENS = (1, 64, 1024, 16384)
 BF16, LOOP = "moe_patch bf16", "torch._scaled_mm, a loop"
@@ -57,6 +59,9 @@ class _Row:
     judge: Callable[[], law.Row]
     graph: bool = False
     """Whether CUDA graphs of the calls are timed."""
+    alone: bool = False
+    """Whether each call is timed alone. In turns they share a card's power limit: the one that
+    draws less of it waits for a clock that the others have lowered."""
 
 
 class Operands(NamedTuple):
@@ -101,6 +106,8 @@ def rows(shape: str, tokens: tuple[int, ...]) -> Iterator[_Row]:
     size = shapes.find(shape)
     for count in tokens:
         yield _experts(shape, size, count)
+    for name, count in STEPS:
+        yield _step(name, shapes.find(name), count)
     for sizes in CONTIGUOUS:
         yield _contiguous(*sizes)
     for sizes in MASKED:
@@ -124,7 +131,10 @@ def bench_fp8(row: _Row, *, budget_ms: float = 400.0) -> list[Fp8Timing] | Parit
                 raise
             del row.calls[name]  # a peer that does not run here
     calls = {name: captured(call) if row.graph else call for name, call in row.calls.items()}
-    taken = times(calls, budget_ms=budget_ms)
+    apart = [{name: call} for name, call in calls.items()] if row.alone else [calls]
+    taken = {}
+    for together in apart:
+        taken |= times(together, budget_ms=budget_ms)
     return [
         Fp8Timing(
             row.name, name, **vars(spread), tflops=row.flops / spread.ms / 1e9,
@@ -149,7 +159,34 @@ def _verdict(name: str, ours: Tensor, baseline: Tensor, truth: Tensor) -> law.Ro
     return law.judge(name, ours, [baseline], truth, dtype=torch.bfloat16)
 
 
-def _experts(name: str, size: shapes.Shape, tokens: int) -> _Row:
+Stored = tuple[Tensor, Tensor, Tensor, Tensor]
+"""E4m3 of gate_up and its scales, of down and its scales."""
+
+
+class _Inputs(NamedTuple):
+    """Tokens of a shape's experts."""
+
+    x: Tensor  # [T, H]
+    index: Tensor  # [T, K]
+    weight: Tensor  # [T, K]
+    stored: Stored
+    wide: list[Tensor]  # what is stored, in bfloat16
+    d_out: Tensor  # [T, H]
+
+    def ours(self) -> Tensor:
+        """Ours, on FP8 weights."""
+        up, up_scale, down, down_scale = self.stored
+        return fused_experts(
+            self.x, up, down, self.index, self.weight,
+            gate_up_scale_inv=up_scale, down_scale_inv=down_scale,
+        )  # fmt: skip
+
+    def in_bf16(self) -> Tensor:
+        """Ours, on bfloat16 weights."""
+        return fused_experts(self.x, *self.wide, self.index, self.weight)
+
+
+def _inputs(size: shapes.Shape, tokens: int) -> _Inputs:
     experts, hidden, inner, top_k = (
         size.num_experts, size.hidden_size, size.intermediate_size, size.top_k,
     )  # fmt: skip
@@ -165,41 +202,85 @@ def _experts(name: str, size: shapes.Shape, tokens: int) -> _Row:
         for q, s in ((up, up_scale), (down, down_scale))
     ]
 
-    def ours() -> Tensor:
-        return fused_experts(
-            x, up, down, index, weight, gate_up_scale_inv=up_scale, down_scale_inv=down_scale
-        )
+    d_out = torch.randn(tokens, hidden, generator=draw, device="cuda").bfloat16()
+    return _Inputs(x, index, weight, (up, up_scale, down, down_scale), wide, d_out)
+
+
+def _experts(name: str, size: shapes.Shape, tokens: int) -> _Row:
+    given = _inputs(size, tokens)
 
     def judge() -> law.Row:
         return _judge_experts(
-            "experts", ours(), x, None, (up, up_scale, down, down_scale), index, weight
+            "experts", given.ours(), given.x, None, given.stored, given.index, given.weight
         )
 
-    calls = {OURS: ours, BF16: lambda: fused_experts(x, *wide, index, weight)}
     return _Row(
-        f"{name} experts, {tokens} tokens", calls, size.flops(tokens),
-        size.bytes(tokens, 1), judge,
+        f"{name} experts, {tokens} tokens", {OURS: given.ours, BF16: given.in_bf16},
+        size.flops(tokens), size.bytes(tokens, 1), judge,
     )  # fmt: skip
+
+
+def _step(name: str, size: shapes.Shape, tokens: int) -> _Row:
+    """Forward, and gradients to the rows and to the routing weights."""
+    given = _inputs(size, tokens)
+    leaves = given.x.requires_grad_(), given.weight.requires_grad_()
+
+    def ours() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(given.ours(), leaves, given.d_out)
+
+    def in_bf16() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(given.in_bf16(), leaves, given.d_out)
+
+    def judge() -> law.Row:
+        return _judge_gradient("d_x", ours()[0], given)
+
+    return _Row(
+        f"{name} step on frozen weights, {tokens} tokens, graph", {OURS: ours, BF16: in_bf16},
+        2 * size.flops(tokens), 2 * size.bytes(tokens, 1), judge, graph=True, alone=True,
+    )  # fmt: skip
+
+
+def _as_hf(x: Tensor, stored: Stored, index: Tensor, weight: Tensor) -> Tensor:
+    """Hugging Face's way in PyTorch, of float32 rows: both activations are quantised."""
+    up, up_scale, down, down_scale = stored
+    out = torch.zeros_like(x)
+    for expert in range(len(up)):
+        token, choice = torch.where(index == expert)
+        rows = emulate.fp8_linear(x[token], up[expert], up_scale[expert]).bfloat16()
+        rows = emulate.fp8_linear(reference.glu(rows), down[expert], down_scale[expert])
+        out = out.index_add(0, token, rows * weight[token, choice, None].float())
+    return out.bfloat16()
+
+
+def _exact(x: Tensor, stored: Stored, index: Tensor, weight: Tensor) -> Tensor:
+    """In float64, with activations that are not quantised."""
+    up, up_scale, down, down_scale = stored
+    return reference.fp8_experts(
+        x, up, down, index, weight, up_scale, down_scale, dtype=torch.float64, requantize=False
+    )
 
 
 def _judge_experts(
     name: str, ours: Tensor, x: Tensor, x_scale: Tensor | None,
-    stored: tuple[Tensor, Tensor, Tensor, Tensor], index: Tensor, weight: Tensor,
+    stored: Stored, index: Tensor, weight: Tensor,
 ) -> law.Row:  # fmt: skip
-    """The first tokens, against unquantised activations, beside Hugging Face's way in PyTorch."""
+    """The first tokens."""
     few = slice(0, JUDGED)
-    x, index, weight = x[few], index[few], weight[few]
-    wide = x.float() if x_scale is None else reference.dequantize(x, x_scale[few])
-    up, up_scale, down, down_scale = stored
-    hf = torch.zeros_like(wide)
-    for expert in range(len(up)):
-        token, choice = torch.where(index == expert)
-        rows = emulate.fp8_linear(wide[token], up[expert], up_scale[expert]).bfloat16()
-        rows = emulate.fp8_linear(reference.glu(rows), down[expert], down_scale[expert])
-        hf.index_add_(0, token, rows * weight[token, choice, None].float())
-    exact = reference.fp8_experts(
-        wide, up, down, index, weight, up_scale, down_scale, dtype=torch.float64, requantize=False
-    )
+    wide = x[few].float() if x_scale is None else reference.dequantize(x[few], x_scale[few])
+    given = wide, stored, index[few], weight[few]
+    return _verdict(name, ours[few], _as_hf(*given), _exact(*given))
+
+
+def _judge_gradient(name: str, ours: Tensor, given: _Inputs) -> law.Row:
+    """The first tokens' gradients to their rows."""
+    few = slice(0, JUDGED)
+
+    def gradient(experts: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+        rows = given.x[few].detach().to(dtype).requires_grad_()
+        out = experts(rows, given.stored, given.index[few], given.weight[few].detach())
+        return torch.autograd.grad(out, rows, given.d_out[few].to(out.dtype))[0]
+
+    hf, exact = gradient(_as_hf, torch.float32), gradient(_exact, torch.float64)
     return _verdict(name, ours[few], hf.bfloat16(), exact)
 
 

@@ -57,8 +57,8 @@ def test_rows_may_be_timed_as_graphs(graph, monkeypatch):
     assert timing.ms == (10.0 if graph else 1.0)
 
 
-@pytest.mark.parametrize("factor, passed", [(1.0, True), (1.02, False)])
-def test_experts_are_judged_by_the_law(factor, passed):
+def small_inputs(dtype):
+    """200 tokens of four experts, on the CPU."""
     torch.manual_seed(0)
     stored = []
     for n, k in ((256, 256), (256, 128)):
@@ -67,6 +67,47 @@ def test_experts_are_judged_by_the_law(factor, passed):
         stored += [rows.view(4, n, k), scale]
     x = torch.randn(200, 256).bfloat16()
     weight, index = torch.randn(200, 4).softmax(-1).topk(2)
+    wide = [
+        torch.stack([reference.dequantize(*each).to(dtype) for each in zip(*stored[i : i + 2])])
+        for i in (0, 2)
+    ]
+    d_out = torch.randn(200, 256).to(dtype)
+    return bench_fp8._Inputs(x.to(dtype), index, weight.to(dtype), tuple(stored), wide, d_out)
+
+
+def test_calls_are_timed_in_turns_or_each_alone(monkeypatch):
+    asked = []
+
+    def times(calls, *, budget_ms):
+        asked.append(list(calls))
+        return {name: Spread(1.0, 0.5, 2.0) for name in calls}
+
+    monkeypatch.setattr(bench_fp8, "times", times)
+    calls = {"moe_patch": lambda: None, "other": lambda: None}
+    for alone in (False, True):
+        row = bench_fp8._Row("row", dict(calls), 1, 1, lambda: law.Row("out", True), alone=alone)
+        assert [each.implementation for each in bench_fp8.bench_fp8(row)] == list(calls)
+    assert asked == [list(calls), ["moe_patch"], ["other"]]
+
+
+@pytest.mark.parametrize("factor, passed", [(1.0, True), (1.1, False)])
+def test_steps_are_judged_by_the_law(monkeypatch, factor, passed):
+    given = small_inputs(torch.float32)
+    monkeypatch.setattr(bench_fp8, "_inputs", lambda size, tokens: given)
+    row = bench_fp8._step("olmoe", bench_fp8.shapes.find("qwen3_30b"), 200)
+    assert row.alone and row.graph
+    (d_x, d_weight), (wide_d_x, _) = row.calls["moe_patch"](), row.calls[bench_fp8.BF16]()
+    assert d_x.shape == (200, 256) and d_weight.shape == (200, 2)
+    assert torch.nn.functional.cosine_similarity(d_x, wide_d_x).min() > 0.99
+    verdict = bench_fp8._judge_gradient("d_x", factor * d_x, given)
+    assert verdict.passed is passed, verdict
+    assert row.judge().passed
+
+
+@pytest.mark.parametrize("factor, passed", [(1.0, True), (1.02, False)])
+def test_experts_are_judged_by_the_law(factor, passed):
+    x, index, weight, stored, *_ = small_inputs(torch.bfloat16)
+    weight = weight.float()
     act = [
         reference.dequantize(*reference.quantize(x.float())), *(
             reference.dequantize(stored[i], stored[i + 1]) for i in (0, 2)
