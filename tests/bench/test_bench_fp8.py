@@ -90,17 +90,16 @@ def test_calls_are_timed_in_turns_or_each_alone(monkeypatch):
     assert asked == [list(calls), ["moe_patch"], ["other"]]
 
 
-@pytest.mark.parametrize("factor, passed", [(1.0, True), (1.1, False)])
-def test_steps_are_judged_by_the_law(monkeypatch, factor, passed):
+def test_steps_are_judged_by_the_law(monkeypatch):
     given = small_inputs(torch.float32)
     monkeypatch.setattr(bench_fp8, "_inputs", lambda size, tokens: given)
-    row = bench_fp8._step("olmoe", bench_fp8.shapes.find("qwen3_30b"), 200)
+    row = bench_fp8._step("qwen3_30b", bench_fp8.shapes.find("qwen3_30b"), 200)
     assert row.alone and row.graph
     (d_x, d_weight), (wide_d_x, _) = row.calls["moe_patch"](), row.calls[bench_fp8.BF16]()
     assert d_x.shape == (200, 256) and d_weight.shape == (200, 2)
     assert torch.nn.functional.cosine_similarity(d_x, wide_d_x).min() > 0.99
-    verdict = bench_fp8._judge_gradient("d_x", factor * d_x, given)
-    assert verdict.passed is passed, verdict
+    assert bench_fp8._judge_gradient("d_x", d_x, given).passed
+    assert not bench_fp8._judge_gradient("d_x", 1.1 * d_x, given).passed
     assert row.judge().passed
 
 
