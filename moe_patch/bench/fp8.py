@@ -253,7 +253,7 @@ def _as_hf(x: Tensor, stored: Stored, index: Tensor, weight: Tensor) -> Tensor:
 
 
 def _exact(x: Tensor, stored: Stored, index: Tensor, weight: Tensor) -> Tensor:
-    """In float64, with activations that are not quantised."""
+    """Experts in float64, with activations that are not quantised."""
     up, up_scale, down, down_scale = stored
     return reference.fp8_experts(
         x, up, down, index, weight, up_scale, down_scale, dtype=torch.float64, requantize=False

@@ -36,7 +36,7 @@ async_load = gluon_load()
 WIDTH = gl.constexpr(128)
 """Columns of a tile that a warpgroup has, and those that a scale is for."""
 STAGES = 5
-"""Of 32 KB, and 2 KB with a tail."""
+"""Stages of a ring, of 32 KB each, or 34 with a tail."""
 
 
 class Plan(NamedTuple):
@@ -67,7 +67,7 @@ class Operands(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What those that multiply read of all experts' weights themselves."""
+    """Pointers that those that multiply read all experts' weights by themselves."""
 
     scales: Any
     b: Any
