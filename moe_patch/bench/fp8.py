@@ -28,7 +28,7 @@ from .timing import OURS, captured, free, times
 CONTIGUOUS = [(4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 7168, 2048)]  # G, M, N, K
 MASKED = [(4, 256, 4096, 7168), (4, 256, 7168, 2048)]
 MASKED_ROWS = (64, 128, 192, 256)
-STEPS = [("qwen3_30b", 1024), ("qwen3_30b", 4096), ("dsv3_ep32", 256), ("dsv3_ep32", 1024)]
+STEPS = {"qwen3_30b": (1024, 4096, 6144), "dsv3_ep32": (256, 1024)}  # tokens
 LAYER = {"experts": 256, "local": 32, "hidden": 7168, "inner": 2048}
 TOKENS = LAYER_TOKENS = (1, 64, 1024, 16384)
 BF16, LOOP = "moe_patch bf16", "torch._scaled_mm, a loop"
@@ -106,8 +106,9 @@ def rows(shape: str, tokens: tuple[int, ...]) -> Iterator[_Row]:
     size = shapes.find(shape)
     for count in tokens:
         yield _experts(shape, size, count)
-    for name, count in STEPS:
-        yield _step(name, shapes.find(name), count)
+    for name, counts in STEPS.items():
+        for count in counts:
+            yield _step(name, shapes.find(name), count)
     for sizes in CONTIGUOUS:
         yield _contiguous(*sizes)
     for sizes in MASKED:
