@@ -24,6 +24,10 @@ RELEASE      := build==1.6.1 setuptools==84.2.1 twine==7.0.0
 # where mypy finds models/ as it is installed, inside the package
 TYPED        := build/typed
 
+# tests start many processes: the first one that imports a module writes its bytecode, beside no source
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
+
 # the newest Triton that is tested; `make test-next` puts it before the environment's own
 NEXT         ?= 3.9.0
 SAMPLE       := tests/kernels tests/formats tests/ops/test_any_shape.py tests/ops/test_routing.py
