@@ -77,6 +77,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def programs(device: torch.device, tiles: int) -> tuple[int]:
+    """Grid of a kernel whose programs take tiles until none is left."""
+    return (min(multiprocessors(device), tiles),)
+
+
 def name(device: torch.device) -> str:
     """The card's, as its maker calls it; empty where there is no card."""
     card = _card(device)

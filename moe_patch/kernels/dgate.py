@@ -226,7 +226,7 @@ def _on_hopper(
     )  # fmt: skip
     tiles = order.tile_expert.numel() * cdiv(weight.shape[1], tile.bn)
     start(
-        (min(chips.multiprocessors(d_out.device), tiles),),
+        chips.programs(d_out.device, tiles),
         d_out, boxes.weight, boxes.scales, boxes.low.side, boxes.low.b, slot_weight,
         boxes.gate, boxes.up, d_pre, act, d_scale, order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,

@@ -142,7 +142,7 @@ def _on_hopper(
     )  # fmt: skip
     tiles = experts * cdiv(m, BM) * cdiv(n, BN)
     start(
-        (min(chips.multiprocessors(p.device), tiles),),
+        chips.programs(p.device, tiles),
         p, box, out, out if boxes is None else boxes, order.row_to_slot, order.expert_offsets,
         order.large_first, order.num_large, order.taken, experts,
     )  # fmt: skip

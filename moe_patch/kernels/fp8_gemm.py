@@ -200,7 +200,7 @@ def fp8_gemm(
         rows, lines, result = boxes
         taken = order.taken if masked_m is None else ends  # masked, nobody reads it
         start(
-            (min(2 * count, chips.multiprocessors(x.device)),),  # a tile may be two programs'
+            chips.programs(x.device, 2 * count),  # a tile may be two programs'
             rows, lines, weight if brief else None, *scales, result or out, scale, pre, taken, ends,
             *listed, *strides,
         )  # fmt: skip

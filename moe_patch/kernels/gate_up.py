@@ -205,7 +205,7 @@ def _on_hopper(
     tiles = order.tile_expert.numel() * cdiv(inner, tile.bn)
     slot_weight = result.slot_weight if result.weight_on_input else act  # which is not read
     start(
-        (min(chips.multiprocessors(x.device), tiles),),
+        chips.programs(x.device, tiles),
         x, w_box, scales, low.side, low.tail, low.b, slot_weight, act_box, gate_box, up_box,
         order.taken,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,

@@ -121,7 +121,7 @@ def _on_hopper(
     start = launch(tile, Lying.of(weight), low.rank, tail)
     tiles = order.tile_expert.numel() * cdiv(weight.shape[1], tile.bn)
     start(
-        (min(chips.multiprocessors(x.device), tiles),),
+        chips.programs(x.device, tiles),
         x_box, tail_box, w_box, scales, low.side, low.tail, low.kept if turned else low.b,
         out if turned else out_box, order.taken,
         order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,

@@ -86,7 +86,7 @@ def _tiles(order: ExpertOrder) -> tuple[Tensor, ...]:
 
 def _programs(order: ExpertOrder, columns: int) -> tuple[int]:
     device = order.row_to_slot.device
-    return (min(chips.multiprocessors(device), order.tile_expert.numel() * columns),)
+    return chips.programs(device, order.tile_expert.numel() * columns)
 
 
 def gemm(

@@ -80,7 +80,7 @@ def _operands(x: Tensor, weight: Packed, order: ExpertOrder, second: int) -> tup
 
 
 def _programs(x: Tensor, order: ExpertOrder, columns: int) -> tuple[int]:
-    return (min(chips.multiprocessors(x.device), order.tile_expert.numel() * columns),)
+    return chips.programs(x.device, order.tile_expert.numel() * columns)
 
 
 def gemm(
