@@ -51,6 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if GPUS < 2 and item.get_closest_marker("multigpu"):
             item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:

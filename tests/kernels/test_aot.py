@@ -36,6 +36,7 @@ def elsewhere(*case):
     return pytest.param(*case, marks=pytest.mark.gpu)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "chips, shapes, kernels",
     [

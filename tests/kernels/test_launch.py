@@ -54,6 +54,7 @@ def test_lines_are_those_of_a_contiguous_tensor(shape, more, turned):
         assert boxes.Lying.of(tensor).lines() == lines
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_without_a_driver():
