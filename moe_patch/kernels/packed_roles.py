@@ -84,11 +84,6 @@ def _tiles(order: ExpertOrder) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
-def _programs(order: ExpertOrder, columns: int) -> tuple[int]:
-    device = order.row_to_slot.device
-    return chips.programs(device, order.tile_expert.numel() * columns)
-
-
 def gemm(
     x: Tensor, weight: Packed, order: ExpertOrder, out: Tensor, bias: Tensor | None, ordered: bool,
     update: LowRank | None = None,
@@ -101,7 +96,8 @@ def gemm(
     words = gluon_box(weight.codes.data_ptr(), torch.int32, (experts, n, k // 8), (1, ROWS, 16))
     side, b, _, kept = _update_boxes(update, weight, "", False)
     start(
-        _programs(order, columns), _rows_box(x, 2 * ROWS), words, *_operand(weight), side, b, bias,
+        chips.programs(x.device, order.tile_expert.numel() * columns),
+        _rows_box(x, 2 * ROWS), words, *_operand(weight), side, b, bias,
         _rows_box(out, ROWS), *_tiles(order),
     )  # fmt: skip
 
@@ -120,7 +116,8 @@ def gate_up(
     )  # fmt: skip
     side, *b, kept = _update_boxes(update, weight, form, result.in_steps)
     start(
-        _programs(order, columns), in_steps(x, steps_of(weight)),
+        chips.programs(x.device, order.tile_expert.numel() * columns),
+        in_steps(x, steps_of(weight)),
         *_blocks(weight.codes, form, result.in_steps), *_operand(weight),
         side, *b,
         result.bias, result.slot_weight, _rows_box(result.act, ROWS), result.pre, *_tiles(order),

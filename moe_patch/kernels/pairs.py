@@ -79,10 +79,6 @@ def _operands(x: Tensor, weight: Packed, order: ExpertOrder, second: int) -> tup
     return x_box, words, readable(weight.scales), pairs_of_codes(weight)
 
 
-def _programs(x: Tensor, order: ExpertOrder, columns: int) -> tuple[int]:
-    return chips.programs(x.device, order.tile_expert.numel() * columns)
-
-
 def gemm(
     x: Tensor, weight: Packed, order: ExpertOrder, out: Tensor, bias: Tensor | None, ordered: bool
 ) -> None:
@@ -91,7 +87,8 @@ def gemm(
     start = _gemm(**_sizes(weight, order, ROWS, 2 * ROWS * columns))
     x = x if ordered else in_steps(x, "words")
     start(
-        _programs(x, order, columns), *_operands(x, weight, order, ROWS), bias, out,
+        chips.programs(x.device, order.tile_expert.numel() * columns),
+        *_operands(x, weight, order, ROWS), bias, out,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
 
@@ -107,7 +104,8 @@ def gate_up(x: Tensor, weight: Packed, order: ExpertOrder, result: Activated) ->
     )  # fmt: skip
     x = in_steps(x, "words", gather=order)
     start(
-        _programs(x, order, columns), *_operands(x, weight, order, inner),
+        chips.programs(x.device, order.tile_expert.numel() * columns),
+        *_operands(x, weight, order, inner),
         result.bias, result.slot_weight, result.act, result.pre,
         order.row_to_slot, order.expert_offsets, order.tile_expert, order.tile_row, order.num_tiles,
     )  # fmt: skip
