@@ -56,7 +56,7 @@ class _Row:
     calls: dict[str, Callable[[], object]]
     flops: float
     bytes: float
-    judge: Callable[[], law.Row]
+    judge: Callable[[], list[law.Row]]
     graph: bool = False
     """Whether CUDA graphs of the calls are timed."""
     alone: bool = False
@@ -122,8 +122,8 @@ def bench_fp8(row: _Row, *, budget_ms: float = 400.0) -> list[Fp8Timing] | Parit
     """Times of one row; the report when its parity does not hold."""
     free()
     judged = row.judge()
-    if not judged.passed:
-        return ParityReport([Section(row.name, "float8_e4m3fn", 0, [judged])], environment("cuda"))
+    if not all(each.passed for each in judged):
+        return ParityReport([Section(row.name, "float8_e4m3fn", 0, judged)], environment("cuda"))
     for name, call in list(row.calls.items()):
         try:
             call()
@@ -210,10 +210,9 @@ def _inputs(size: shapes.Shape, tokens: int) -> _Inputs:
 def _experts(name: str, size: shapes.Shape, tokens: int) -> _Row:
     given = _inputs(size, tokens)
 
-    def judge() -> law.Row:
-        return _judge_experts(
-            "experts", given.ours(), given.x, None, given.stored, given.index, given.weight
-        )
+    def judge() -> list[law.Row]:
+        ours = given.ours()
+        return [_judge_experts(ours, given.x, None, given.stored, given.index, given.weight)]
 
     return _Row(
         f"{name} experts, {tokens} tokens", {OURS: given.ours, BF16: given.in_bf16},
@@ -232,8 +231,8 @@ def _step(name: str, size: shapes.Shape, tokens: int) -> _Row:
     def in_bf16() -> tuple[Tensor, ...]:
         return torch.autograd.grad(given.in_bf16(), leaves, given.d_out)
 
-    def judge() -> law.Row:
-        return _judge_gradient("d_x", ours()[0], given)
+    def judge() -> list[law.Row]:
+        return _judge_gradients(*ours(), given)
 
     return _Row(
         f"{name} step on frozen weights, {tokens} tokens, graph", {OURS: ours, BF16: in_bf16},
@@ -262,27 +261,30 @@ def _exact(x: Tensor, stored: Stored, index: Tensor, weight: Tensor) -> Tensor:
 
 
 def _judge_experts(
-    name: str, ours: Tensor, x: Tensor, x_scale: Tensor | None,
+    ours: Tensor, x: Tensor, x_scale: Tensor | None,
     stored: Stored, index: Tensor, weight: Tensor,
 ) -> law.Row:  # fmt: skip
-    """The first tokens."""
+    """The first tokens' output."""
     few = slice(0, JUDGED)
     wide = x[few].float() if x_scale is None else reference.dequantize(x[few], x_scale[few])
     given = wide, stored, index[few], weight[few]
-    return _verdict(name, ours[few], _as_hf(*given), _exact(*given))
+    return _verdict("out", ours[few], _as_hf(*given), _exact(*given))
 
 
-def _judge_gradient(name: str, ours: Tensor, given: _Inputs) -> law.Row:
-    """The first tokens' gradients to their rows."""
+def _judge_gradients(d_x: Tensor, d_weight: Tensor, given: _Inputs) -> list[law.Row]:
+    """The first tokens' gradients to their rows and to their routing weights."""
     few = slice(0, JUDGED)
 
-    def gradient(experts: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
-        rows = given.x[few].detach().to(dtype).requires_grad_()
-        out = experts(rows, given.stored, given.index[few], given.weight[few].detach())
-        return torch.autograd.grad(out, rows, given.d_out[few].to(out.dtype))[0]
+    def gradients(experts: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t[few].detach().to(dtype).requires_grad_() for t in (given.x, given.weight)]
+        out = experts(leaves[0], given.stored, given.index[few], leaves[1])
+        return torch.autograd.grad(out, leaves, given.d_out[few].to(out.dtype))
 
-    hf, exact = gradient(_as_hf, torch.float32), gradient(_exact, torch.float64)
-    return _verdict(name, ours[few], hf.bfloat16(), exact)
+    found = (d_x, d_weight), gradients(_as_hf, torch.float32), gradients(_exact, torch.float64)
+    return [
+        _verdict(name, ours[few], hf.bfloat16(), exact)
+        for name, ours, hf, exact in zip(("d_x", "d_top_k_weights"), *found)
+    ]
 
 
 def operands(groups: int, m: int, n: int, k: int) -> Operands:
@@ -318,8 +320,8 @@ def masked_product(groups: int, m_max: int, n: int, k: int, count: int) -> Produ
 
 
 def _row(product: Product, others: dict[str, Callable[[], object]]) -> _Row:
-    def judge() -> law.Row:
-        return _verdict("out", product.run()[product.judged], *product.expected())
+    def judge() -> list[law.Row]:
+        return [_verdict("out", product.run()[product.judged], *product.expected())]
 
     calls = {OURS: product.run} | others
     weights = product.operands.rhs.numel()
@@ -368,8 +370,8 @@ def _layer(tokens: int) -> _Row:
     def ours() -> Tensor:
         return fp8.moe(x, scale, logits, *stored, correction_bias=bias, local_expert_offset=first)
 
-    def judge() -> law.Row:
-        return _judge_experts("out", ours(), x, scale, stored, index, weight)
+    def judge() -> list[law.Row]:
+        return [_judge_experts(ours(), x, scale, stored, index, weight)]
 
     slots, used = int(here.sum()), len(index[here].unique())
     return _Row(

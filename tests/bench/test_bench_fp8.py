@@ -40,7 +40,8 @@ def test_a_row_whose_parity_fails_is_not_timed(monkeypatch):
 
     failed = law.Row("out", False, note="rms error 3 x HF's")
     monkeypatch.setattr(bench_fp8, "environment", lambda _: "nowhere")
-    report = bench_fp8.bench_fp8(bench_fp8._Row("row", {"moe_patch": never}, 1, 1, lambda: failed))
+    judged = [law.Row("d_x", True), failed]
+    report = bench_fp8.bench_fp8(bench_fp8._Row("row", {"moe_patch": never}, 1, 1, lambda: judged))
     assert not report.passed and "3 x HF's" in str(report)
 
 
@@ -52,7 +53,7 @@ def test_rows_may_be_timed_as_graphs(graph, monkeypatch):
     monkeypatch.setattr(bench_fp8, "times", times)
     monkeypatch.setattr(bench_fp8, "captured", lambda call: lambda: 10 * call())
     calls = {"moe_patch": lambda: 1.0}
-    row = bench_fp8._Row("row", calls, 1.0, 1.0, lambda: law.Row("out", True), graph)
+    row = bench_fp8._Row("row", calls, 1.0, 1.0, lambda: [law.Row("out", True)], graph)
     (timing,) = bench_fp8.bench_fp8(row)
     assert timing.ms == (10.0 if graph else 1.0)
 
@@ -85,7 +86,7 @@ def test_calls_are_timed_in_turns_or_each_alone(monkeypatch):
     monkeypatch.setattr(bench_fp8, "times", times)
     calls = {"moe_patch": lambda: None, "other": lambda: None}
     for alone in (False, True):
-        row = bench_fp8._Row("row", dict(calls), 1, 1, lambda: law.Row("out", True), alone=alone)
+        row = bench_fp8._Row("row", dict(calls), 1, 1, lambda: [law.Row("out", True)], alone=alone)
         assert [each.implementation for each in bench_fp8.bench_fp8(row)] == list(calls)
     assert asked == [list(calls), ["moe_patch"], ["other"]]
 
@@ -110,16 +111,23 @@ def test_steps_are_judged_by_the_law(monkeypatch):
     monkeypatch.setattr(bench_fp8, "_inputs", lambda size, tokens: given)
     row = bench_fp8._step("qwen3_30b", bench_fp8.shapes.find("qwen3_30b"), 200)
     assert row.alone and row.graph
-    (d_x, d_weight), (wide_d_x, _) = row.calls["moe_patch"](), row.calls[bench_fp8.BF16]()
+    # two products forward and two backward, of weights 1536 x 2048 and 2048 x 768
+    assert row.flops == 2 * (200 * 8) * 2 * (2304 * 2048)
+    passes = 2 * (128 * 2304 * 2048 + 2 * 200 * 2048)  # each weight, and the rows in and out
+    assert row.bytes == pytest.approx(passes, rel=1e-4)  # nearly all of the experts are chosen
+    d_x, d_weight = row.calls["moe_patch"]()
+    wide_d_x, wide_d_weight = row.calls[bench_fp8.BF16]()
     assert d_x.shape == (200, 256) and d_weight.shape == (200, 2)
-    x = given.x.detach().double().requires_grad_()
-    out = bench_fp8._exact(x, given.stored, given.index, given.weight.detach().double())
-    (exact,) = torch.autograd.grad(out, x, given.d_out.double())
-    errors = [float((each - exact).norm() / exact.norm()) for each in (d_x, wide_d_x)]
-    assert errors[1] < 1e-5 < errors[0] < 0.05  # those weights are not e4m3, nor is what they meet
-    assert bench_fp8._judge_gradient("d_x", d_x, given).passed
-    assert not bench_fp8._judge_gradient("d_x", 1.1 * d_x, given).passed
-    assert row.judge().passed
+    leaves = [t.detach().double().requires_grad_() for t in (given.x, given.weight)]
+    out = bench_fp8._exact(leaves[0], given.stored, given.index, leaves[1])
+    exact = torch.autograd.grad(out, leaves, given.d_out.double())
+    for ours, wide, truth in zip((d_x, d_weight), (wide_d_x, wide_d_weight), exact):
+        errors = [float((each - truth).norm() / truth.norm()) for each in (ours, wide)]
+        assert errors[1] < 1e-5 < errors[0] < 0.05  # these are not e4m3, nor is what they meet
+    for d_x_by, d_weight_by in ((1, 1), (1.1, 1), (1, 1.1)):
+        judged = bench_fp8._judge_gradients(d_x_by * d_x, d_weight_by * d_weight, given)
+        assert [each.passed for each in judged] == [d_x_by == 1, d_weight_by == 1]
+    assert all(each.passed for each in row.judge())
 
 
 @pytest.mark.parametrize("factor, passed", [(1.0, True), (1.02, False)])
@@ -138,5 +146,5 @@ def test_experts_are_judged_by_the_law(factor, passed):
         rows = reference.dequantize(*reference.quantize(rows)) @ act[2][expert].T
         ours.index_add_(0, token, rows * weight[token, choice, None])
     ours = (ours * factor).bfloat16()
-    row = bench_fp8._judge_experts("experts", ours, x, None, tuple(stored), index, weight)
+    row = bench_fp8._judge_experts(ours, x, None, tuple(stored), index, weight)
     assert row.passed is passed, row
