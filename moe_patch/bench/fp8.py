@@ -122,7 +122,7 @@ def bench_fp8(row: _Row, *, budget_ms: float = 400.0) -> list[Fp8Timing] | Parit
     """Times of one row; the report when its parity does not hold."""
     free()
     judged = row.judge()
-    if not all(each.passed for each in judged):
+    if not (judged and all(each.passed for each in judged)):
         return ParityReport([Section(row.name, "float8_e4m3fn", 0, judged)], environment("cuda"))
     for name, call in list(row.calls.items()):
         try:

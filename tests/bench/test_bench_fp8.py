@@ -40,9 +40,10 @@ def test_a_row_whose_parity_fails_is_not_timed(monkeypatch):
 
     failed = law.Row("out", False, note="rms error 3 x HF's")
     monkeypatch.setattr(bench_fp8, "environment", lambda _: "nowhere")
-    judged = [law.Row("d_x", True), failed]
-    report = bench_fp8.bench_fp8(bench_fp8._Row("row", {"moe_patch": never}, 1, 1, lambda: judged))
-    assert not report.passed and "3 x HF's" in str(report)
+    for judged, said in (([law.Row("d_x", True), failed], "3 x HF's"), ([], "nothing to check")):
+        row = bench_fp8._Row("row", {"moe_patch": never}, 1, 1, lambda judged=judged: judged)
+        report = bench_fp8.bench_fp8(row)
+        assert not report.passed and said in str(report)
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -127,7 +128,18 @@ def test_steps_are_judged_by_the_law(monkeypatch):
     for d_x_by, d_weight_by in ((1, 1), (1.1, 1), (1, 1.1)):
         judged = bench_fp8._judge_gradients(d_x_by * d_x, d_weight_by * d_weight, given)
         assert [each.passed for each in judged] == [d_x_by == 1, d_weight_by == 1]
-    assert all(each.passed for each in row.judge())
+    judged = [(each.tensor, each.passed) for each in row.judge()]
+    assert judged == [("d_x", True), ("d_top_k_weights", True)]
+
+
+def test_a_forward_is_judged_by_the_law(monkeypatch):
+    given = small_inputs(torch.float32)
+    monkeypatch.setattr(bench_fp8, "_inputs", lambda size, tokens: given)
+    right = given.ours()
+    for factor in (1.0, 1.1):
+        monkeypatch.setattr(bench_fp8._Inputs, "ours", lambda _, factor=factor: factor * right)
+        row = bench_fp8._experts("qwen3_30b", bench_fp8.shapes.find("qwen3_30b"), 200)
+        assert [(each.tensor, each.passed) for each in row.judge()] == [("out", factor == 1.0)]
 
 
 @pytest.mark.parametrize("factor, passed", [(1.0, True), (1.02, False)])
