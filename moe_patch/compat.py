@@ -770,7 +770,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" if found is None else bool(found)
 
 
-_REPEATED = "its interpreter repeats work that could be done once, and takes three times as long"
+_REPEATED = "its interpreter repeats work that could be done once, and takes several times as long"
 _INTERPRETER = "triton.runtime.interpreter"
 INTERPRETER = {
     name: _name(path, why, TRITON, _REPEATED, needed=interpreted)
@@ -790,10 +790,33 @@ INTERPRETER = {
             "triton.language.semantic:TritonSemantic.binary_op_sanitize_overflow_impl",
             "Computes sums of integers again in 64 bits, for a check that is off.",
         ),
+        (
+            "broadcast",
+            "triton.language.semantic:TritonSemantic.broadcast_impl_value",
+            "Compares shapes for each operation.",
+        ),
+        ("cast", "triton.language.semantic:TritonSemantic.cast", "Compares types for each cast."),
+        ("builder", f"{_INTERPRETER}:interpreter_builder", "Has the functions that compute."),
+        ("handle", f"{_INTERPRETER}:TensorHandle", "What these take and return."),
         ("reduce", f"{_INTERPRETER}:ReduceOps.generic_reduce", "Takes elements one by one."),
         ("xor", "triton.language.standard:_xor_combine", "How tl.sort reduces at each step."),
     )
 }
+
+COMPUTING = {
+    name: _name(
+        f"{_INTERPRETER}:InterpreterBuilder.{name}", why, TRITON, _REPEATED, needed=interpreted
+    )
+    for name, why in (
+        ("binary_op", "Calls one of numpy's functions of two arrays."),
+        ("create_addptr", "Adds offsets to pointers."),
+        ("create_idiv", "Divides integers."),
+        ("create_ashr", "Shifts signed integers."),
+        ("cast_impl", "Casts."),
+        ("create_fp_to_fp", "Casts from and to FP8."),
+    )
+}
+"""Functions of the interpreter's builder that compute what an operator or a cast asks for."""
 
 MASKED = {
     _name(

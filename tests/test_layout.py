@@ -29,7 +29,7 @@ FLOORS = tuple(
         formats.packed formats.checkpoints""",
         "reference",
         """kernels kernels.ahead kernels.binder kernels.chips kernels.boxes kernels.launch
-        kernels.interpreter kernels.table
+        kernels.operators kernels.interpreter kernels.table
         kernels.activate kernels.tiles kernels.tiling kernels.low_rank kernels.widen kernels.packed
         kernels.weights kernels.topk
         kernels.sort_tokens kernels.groups kernels.combine kernels.row_sums kernels.quantize

@@ -1,0 +1,159 @@
+"""Operators and casts in Triton's interpreter that ask Triton once for each pair of types.
+
+Triton takes an operator through its rules for types and shapes each time, and makes operands of one
+shape; what comes of that is one call of a function of the interpreter's, which calls numpy. Here
+the rules are asked the first time. From then on that function is called with the operands as they
+are: numpy broadcasts them itself, to the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from ..compat import COMPUTING, INTERPRETER
+
+NAMES = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "rshift", "lshift",
+    "lt", "le", "gt", "ge", "eq", "ne",
+)  # fmt: skip
+_NUMBERS = (bool, int, float)
+_MOST = 10_000
+"""Kinds of operands that one operator remembers: loops count in numbers."""
+_NEW = object()
+_LOCK = threading.RLock()
+
+
+class _Call(NamedTuple):
+    """A call of one of the interpreter's functions that compute."""
+
+    name: str
+    operands: tuple[Any, ...]
+    """Handles of tensors, and what else it takes."""
+
+
+class _How(NamedTuple):
+    """How an operator computes its result from its operands' handles."""
+
+    function: Callable
+    more: tuple[Any, ...]
+    """What the function takes after two handles."""
+    reflected: bool
+    """Whether the second operand comes first."""
+    constant: Any
+    """Handle of a second operand that is a number: one element."""
+    type: Any
+    """The result's."""
+
+
+def remember(tensor: type) -> None:
+    """Replaces the operators of the interpreter's tensors."""
+    for name in NAMES:
+        for each in (name, f"r{name}"):
+            if (found := getattr(tensor, f"__{each}__", None)) is not None:
+                setattr(tensor, f"__{each}__", _operator(found, each != name))
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[list[_Call]]:
+    """Outermost calls of the functions that compute, while it lasts."""
+    builder, calls, within = INTERPRETER["builder"].find(), [], [False]
+
+    def noting(name: str, function: Callable) -> Callable:
+        def note(*operands):
+            outermost, within[0] = not within[0], True
+            try:
+                found = function(*operands)
+            finally:
+                within[0] = not outermost
+            if outermost:
+                calls.append(_Call(name, operands))
+            return found
+
+        return note
+
+    with _LOCK:
+        before = {name: vars(builder).get(name) for name in COMPUTING}
+        for name in COMPUTING:
+            setattr(builder, name, noting(name, getattr(builder, name)))
+        try:
+            yield calls
+        finally:
+            for name, noted in before.items():
+                if noted is None:
+                    delattr(builder, name)
+                else:
+                    setattr(builder, name, noted)
+
+
+def _operator(operator: Callable, reflected: bool) -> Callable:
+    from triton.language import constexpr, tensor
+
+    known: dict[tuple, Any] = {}  # a _How; None where Triton is asked each time
+
+    def apply(self, other):
+        value = other.value if other.__class__ is constexpr else other
+        if value.__class__ is tensor:
+            key, second = (self.type.name, value.type.name), value.handle
+        elif value.__class__ in _NUMBERS:
+            key, second = (self.type.name, value.__class__, value), None
+        else:
+            return operator(self, other)
+        how = known.get(key, _NEW)
+        if how is _NEW and len(known) < _MOST:
+            return first(key, self, other)
+        if how is _NEW or how is None:
+            return operator(self, other)
+        return tensor(_compute(how, self.handle, second), how.type)
+
+    def first(key, self, other):
+        with _noted() as calls:
+            result = operator(self, other)
+        known[key] = _seen(calls, reflected, self, other, result)
+        return result
+
+    return apply
+
+
+def _compute(how: _How, first: Any, second: Any) -> Any:
+    """Handle of the result; `second` is None where a number is the second operand."""
+    second = how.constant if second is None else second
+    left, right = (second, first) if how.reflected else (first, second)
+    return how.function(left, right, *how.more)
+
+
+def _seen(calls: list[_Call], reflected: bool, first: Any, second: Any, result: Any) -> _How | None:
+    """What there was to see in an operator's first call; None where there was more than one call:
+    operands were cast, say."""
+    if len(calls) != 1:
+        return None
+    ((name, (left, right, *more)),) = calls
+    if name == "create_addptr":  # pointer and offset, however they were added
+        reflected = not first.type.scalar.is_ptr()
+    constant = None
+    if not hasattr(second, "handle"):
+        constant = copy.copy(left if reflected else right)
+        constant.data = constant.data.reshape(-1)[:1].copy()
+    function = getattr(INTERPRETER["builder"].find(), name)
+    return _How(function, tuple(more), reflected, constant, result.type)
+
+
+def cast_once(cast: Callable) -> Callable:
+    """TritonSemantic.cast that asks once for each pair of types."""
+    known: dict[tuple, Any] = {}  # the result's type; None where Triton is asked each time
+
+    def casting(self, value, to, rounding=None):
+        key = value.type.name, to.scalar.name, rounding
+        if key not in known:
+            with _noted() as calls:
+                result = cast(self, value, to, rounding)
+            known[key] = result.type if [call.name for call in calls] == ["cast_impl"] else None
+            return result
+        if known[key] is None:
+            return cast(self, value, to, rounding)
+        return self.tensor(self.builder.cast_impl(value.handle, known[key]), known[key])
+
+    return casting
