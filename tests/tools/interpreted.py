@@ -1,4 +1,4 @@
-"""What Triton's interpreter computes with moe_patch's shortcuts and without, as lines of text.
+"""Prints what Triton's interpreter computes, with moe_patch's shortcuts or without.
 
     TRITON_INTERPRET=1 python tests/tools/interpreted.py quickened step
     TRITON_INTERPRET=1 python tests/tools/interpreted.py slow operations
@@ -73,15 +73,16 @@ def operations() -> None:
             other = drawn(draw, second, other_shape, equal) if number is ... else number
             tell(name, getattr(tl.tensor, name), drawn(draw, first, shape, equal), other)
         for first, second, shape in itertools.product(TYPES, TYPES, SHAPES):
-            tell("to", tl.tensor.to, drawn(draw, first, shape, equal), second)
+            for rounding in (None, "rtz"):
+                tell("to", tl.tensor.to, drawn(draw, first, shape, equal), second, rounding)
         for shape, index in itertools.product(SHAPES, INDICES):
             tell("index", tl.tensor.__getitem__, drawn(draw, tl.int32, shape, equal), index)
 
 
 def drawn(draw: random.Random, type: Any, shape: tuple[int, ...], equal: bool) -> tl.tensor:
-    data = np.full(shape or (1,), 2)
+    data = np.full(shape or (1,), 2.0003)
     if not equal:
-        data = np.array([draw.randrange(9) for _ in data.flat]).reshape(data.shape)
+        data = np.array([draw.randrange(9) + 3e-4 for _ in data.flat]).reshape(data.shape)
     handle = TensorHandle(data.astype(_get_np_dtype(type)), type)
     return tl.tensor(handle, tl.block_type(type, list(shape)) if shape else type)
 
