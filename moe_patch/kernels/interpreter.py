@@ -126,9 +126,8 @@ def _indexed(index: Any) -> Any:
         return each is None or (each.__class__ is slice and each == whole)
 
     def indexed(self, slices):
-        if slices.__class__ is not tuple or not all(map(is_axis, slices)):
-            return index(self, slices)
-        if not self.type.is_block():
+        axes = slices.__class__ is tuple and all(map(is_axis, slices))
+        if not axes or not self.type.is_block():
             return index(self, slices)
         key = self.type.name, *(each is None for each in slices)
         if key not in types:

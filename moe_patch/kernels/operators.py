@@ -40,7 +40,7 @@ class _How(NamedTuple):
 
     function: Callable
     more: tuple[Any, ...]
-    """What the function takes after two handles."""
+    """Arguments of the function after the two handles."""
     reflected: bool
     """Whether the second operand comes first."""
     constant: Any
@@ -126,8 +126,8 @@ def _compute(how: _How, first: Any, second: Any) -> Any:
 
 
 def _seen(calls: list[_Call], reflected: bool, first: Any, second: Any, result: Any) -> _How | None:
-    """What there was to see in an operator's first call; None where there was more than one call:
-    operands were cast, say."""
+    """Reads off the calls that an operator's first use made how it computes; None where there was
+    more than one: operands were cast, say."""
     if len(calls) != 1:
         return None
     ((name, (left, right, *more)),) = calls
