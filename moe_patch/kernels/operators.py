@@ -21,7 +21,7 @@ NAMES = (
     "lt", "le", "gt", "ge", "eq", "ne",
 )  # fmt: skip
 _NUMBERS = (bool, int, float)
-_MOST = 10_000
+MOST = 10_000
 """Kinds of operands that one operator remembers: loops count in numbers."""
 _NEW = object()
 _LOCK = threading.RLock()
@@ -35,8 +35,8 @@ class _Call(NamedTuple):
     """Handles of tensors, and what else it takes."""
 
 
-class _How(NamedTuple):
-    """How an operator computes its result from its operands' handles."""
+class _Recipe(NamedTuple):
+    """How an operator's result is computed from its operands' handles."""
 
     function: Callable
     more: tuple[Any, ...]
@@ -58,12 +58,12 @@ def remember(tensor: type) -> None:
 
 
 @contextlib.contextmanager
-def _noted() -> Iterator[list[_Call]]:
+def _recorded() -> Iterator[list[_Call]]:
     """Outermost calls of the functions that compute, while it lasts."""
     builder, calls, within = INTERPRETER["builder"].find(), [], [False]
 
-    def noting(name: str, function: Callable) -> Callable:
-        def note(*operands):
+    def recording(name: str, function: Callable) -> Callable:
+        def record(*operands):
             outermost, within[0] = not within[0], True
             try:
                 found = function(*operands)
@@ -73,26 +73,26 @@ def _noted() -> Iterator[list[_Call]]:
                 calls.append(_Call(name, operands))
             return found
 
-        return note
+        return record
 
     with _LOCK:
         before = {name: vars(builder).get(name) for name in COMPUTING}
         for name in COMPUTING:
-            setattr(builder, name, noting(name, getattr(builder, name)))
+            setattr(builder, name, recording(name, getattr(builder, name)))
         try:
             yield calls
         finally:
-            for name, noted in before.items():
-                if noted is None:
+            for name, own in before.items():
+                if own is None:
                     delattr(builder, name)
                 else:
-                    setattr(builder, name, noted)
+                    setattr(builder, name, own)
 
 
 def _operator(operator: Callable, reflected: bool) -> Callable:
     from triton.language import constexpr, tensor
 
-    known: dict[tuple, Any] = {}  # a _How; None where Triton is asked each time
+    known: dict[tuple, Any] = {}  # a _Recipe; None where Triton is asked each time
 
     def apply(self, other):
         value = other.value if other.__class__ is constexpr else other
@@ -102,30 +102,32 @@ def _operator(operator: Callable, reflected: bool) -> Callable:
             key, second = (self.type.name, value.__class__, value), None
         else:
             return operator(self, other)
-        how = known.get(key, _NEW)
-        if how is _NEW and len(known) < _MOST:
+        recipe = known.get(key, _NEW)
+        if recipe is _NEW and len(known) < MOST:
             return first(key, self, other)
-        if how is _NEW or how is None:
+        if recipe is _NEW or recipe is None:
             return operator(self, other)
-        return tensor(_compute(how, self.handle, second), how.type)
+        return tensor(_compute(recipe, self.handle, second), recipe.type)
 
     def first(key, self, other):
-        with _noted() as calls:
+        with _recorded() as calls:
             result = operator(self, other)
-        known[key] = _seen(calls, reflected, self, other, result)
+        known[key] = _recipe(calls, reflected, self, other, result)
         return result
 
     return apply
 
 
-def _compute(how: _How, first: Any, second: Any) -> Any:
+def _compute(recipe: _Recipe, first: Any, second: Any) -> Any:
     """Handle of the result; `second` is None where a number is the second operand."""
-    second = how.constant if second is None else second
-    left, right = (second, first) if how.reflected else (first, second)
-    return how.function(left, right, *how.more)
+    second = recipe.constant if second is None else second
+    left, right = (second, first) if recipe.reflected else (first, second)
+    return recipe.function(left, right, *recipe.more)
 
 
-def _seen(calls: list[_Call], reflected: bool, first: Any, second: Any, result: Any) -> _How | None:
+def _recipe(
+    calls: list[_Call], reflected: bool, first: Any, second: Any, result: Any
+) -> _Recipe | None:
     """Reads off the calls that an operator's first use made how it computes; None where there was
     more than one: operands were cast, say."""
     if len(calls) != 1:
@@ -138,7 +140,7 @@ def _seen(calls: list[_Call], reflected: bool, first: Any, second: Any, result: 
         constant = copy.copy(left if reflected else right)
         constant.data = constant.data.reshape(-1)[:1].copy()
     function = getattr(INTERPRETER["builder"].find(), name)
-    return _How(function, tuple(more), reflected, constant, result.type)
+    return _Recipe(function, tuple(more), reflected, constant, result.type)
 
 
 def cast_once(cast: Callable) -> Callable:
@@ -148,7 +150,7 @@ def cast_once(cast: Callable) -> Callable:
     def casting(self, value, to, rounding=None):
         key = value.type.name, to.scalar.name, rounding
         if key not in known:
-            with _noted() as calls:
+            with _recorded() as calls:
                 result = cast(self, value, to, rounding)
             known[key] = result.type if [call.name for call in calls] == ["cast_impl"] else None
             return result

@@ -2,8 +2,10 @@
 
     TRITON_INTERPRET=1 python tests/tools/interpreted.py quickened step
     TRITON_INTERPRET=1 python tests/tools/interpreted.py slow operations
+    TRITON_INTERPRET=1 python tests/tools/interpreted.py forgetful operations
 
-A shortcut changes nothing where both ways print the same.
+A shortcut changes nothing where all ways print the same. The forgetful one is quickened, and its
+operators remember three kinds of operands each.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ def operations() -> None:
     """Operators of drawn operands, casts, and new axes, each three times; first of equal numbers,
     which do not tell which operand comes first."""
     warnings.simplefilter("ignore")
+    if sys.argv[1] == "forgetful":
+        operators.MOST = 3
     interpreter.quicken()
     language = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     compat.INTERPRETER["patch"].find()(language)
