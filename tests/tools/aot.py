@@ -2,7 +2,8 @@
 
 The launchers run on meta tensors with the launch itself intercepted, so what is compiled is what
 they would launch at the real shapes: tiles, descriptors, alignment and all. Prints a line a kernel
-with its registers, spills (bytes; vector registers on AMD) and shared memory.
+with its registers, spills (bytes; vector registers on AMD), shared memory and a digest of the
+binary: that of another checkout, named in PYTHONPATH, runs the same code where digests are equal.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import hashlib
 import io
 import itertools
 import os
@@ -21,7 +23,9 @@ import traceback
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
-os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # a binary does not tell where its source was
+cache = tempfile.TemporaryDirectory()
+os.environ["TRITON_CACHE_DIR"] = cache.name
 
 import torch
 import triton
@@ -291,7 +295,7 @@ def compile_for(chip, shapes, dtypes, without, routed):
 
 def line(target, launch):
     """Kernel, tile, warps, stages: registers, spills, shared memory (what is declared in PTX, too),
-    seconds."""
+    the binary's digest, seconds."""
     start = time.time()
     compiled, log = build(target, launch)
     if "amdgcn" in compiled.asm:
@@ -306,10 +310,12 @@ def line(target, launch):
     tile = values["TILE"]._asdict() if "TILE" in values else values
     tile = {name.upper(): size for name, size in tile.items()}
     tile = "x".join(str(tile[name]) for name in ("BM", "BN", "BK") if name in tile)
+    digest = hashlib.sha256(compiled.kernel).hexdigest()[:12]
     return (
         f"{kernel.__name__} {tile or '-'} w{how['num_warps']} s{how['num_stages']}: "
         f"registers {','.join(registers) or '-'}, spills {','.join(spills) or '-'}, "
-        f"shared {compiled.metadata.shared + declared}, {time.time() - start:.1f} s"
+        f"shared {compiled.metadata.shared + declared}, binary {digest}, "
+        f"{time.time() - start:.1f} s"
         + (" SERIALISED" if "instructions are serialized" in log else "")
         + (" UNREAD BARRIER" if unread_barriers(compiled.asm.get("ttgir", "")) else "")
         + (" FORGETS STEPS" if forgets_steps(compiled.asm.get("ttgir", "")) else "")
