@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ _NUMBERS = (bool, int, float)
 MOST = 10_000
 """Kinds of operands that one operator remembers: loops count in numbers."""
 _NEW = object()
-_LOCK = threading.RLock()
 
 
 class _Call(NamedTuple):
@@ -59,7 +57,8 @@ def remember(tensor: type) -> None:
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[list[_Call]]:
-    """Outermost calls of the functions that compute, while it lasts."""
+    """Outermost calls of the functions that compute, while it lasts: this thread's, since the
+    interpreter's builder holds which program runs, and so runs one at a time."""
     builder, calls, within = INTERPRETER["builder"].find(), [], [False]
 
     def recording(name: str, function: Callable) -> Callable:
@@ -75,18 +74,17 @@ def _recorded() -> Iterator[list[_Call]]:
 
         return record
 
-    with _LOCK:
-        before = {name: vars(builder).get(name) for name in COMPUTING}
-        for name in COMPUTING:
-            setattr(builder, name, recording(name, getattr(builder, name)))
-        try:
-            yield calls
-        finally:
-            for name, own in before.items():
-                if own is None:
-                    delattr(builder, name)
-                else:
-                    setattr(builder, name, own)
+    before = {name: vars(builder).get(name) for name in COMPUTING}
+    for name in COMPUTING:
+        setattr(builder, name, recording(name, getattr(builder, name)))
+    try:
+        yield calls
+    finally:
+        for name, own in before.items():
+            if own is None:
+                delattr(builder, name)
+            else:
+                setattr(builder, name, own)
 
 
 def _operator(operator: Callable, reflected: bool) -> Callable:
