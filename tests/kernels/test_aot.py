@@ -28,7 +28,9 @@ IN_REGISTERS = {
 } | {"in_steps_kernel"}
 FP8 = {"fp8_gemm_kernel", "quantize_kernel", "dequantize_kernel"}
 BASIC, IN_4_BITS = "qwen3_30b decode", "nf4_short nf4_many int4_short int4_decode"
-LINE = re.compile(r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), shared (\d+),")
+LINE = re.compile(
+    r"(\w+) (\w+) \w+ (\w+) .*: registers .*, spills ([\d,-]+), shared (\d+), binary (\w{12}),"
+)
 
 
 def elsewhere(*case):
@@ -74,13 +76,15 @@ def test_compiles_ahead_of_time(chips, shapes, kernels):
     assert "SERIALISED" not in done.stdout, "ptxas serialised the tensor-core instructions"
     assert "UNREAD BARRIER" not in done.stdout, "its memory is given to something else"
     assert "FORGETS STEPS" not in done.stdout, "each tile begins at the first stage again"
+    assert "NAMES ITS SOURCE" not in done.stdout, "its digest is that of this folder alone"
     assert "ASKS LATE" not in done.stdout, "a token waits for x before it asks for weights"
     found = [LINE.match(line).groups() for line in done.stdout.splitlines()]
     for chip in chips.split():
-        compiled = {kernel for name, _, kernel, _, _ in found if name == chip}
+        compiled = {kernel for name, _, kernel, *_ in found if name == chip}
         assert compiled >= kernels, chip
+    assert len({digest for *_, digest in found}) > len(found) // 2
     limits = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448}
-    for chip, shape, kernel, spills, shared in found:
+    for chip, shape, kernel, spills, shared, _ in found:
         limit = known.amd(chip).shared if chip.startswith("gfx") else limits.get(chip, 101_376)
         assert int(shared) <= limit, (chip, kernel)
         # bytes, outside the loop: docs/kernels.md

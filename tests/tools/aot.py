@@ -319,6 +319,7 @@ def line(target, launch):
         + (" SERIALISED" if "instructions are serialized" in log else "")
         + (" UNREAD BARRIER" if unread_barriers(compiled.asm.get("ttgir", "")) else "")
         + (" FORGETS STEPS" if forgets_steps(compiled.asm.get("ttgir", "")) else "")
+        + (" NAMES ITS SOURCE" if b".py" in compiled.kernel else "")
         + (" ASKS LATE" if asks_late(kernel.__name__, compiled.asm.get("ptx", "")) else "")
     )
 
